@@ -17,10 +17,18 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from distlab.util.replacing import replace_until
 
+
+def _end_executor(executor: Any) -> None:
+    """End an executor and its processes, whatever they compute."""
+    for process in [*(executor._processes or {}).values()]:
+        process.terminate()
+    executor.shutdown(cancel_futures=True)
+
+
 _ENDS: dict[type, Callable[[Any], object]] = {  # as Python ends them when a process ends
     _MultiProcessingDataLoaderIter: _MultiProcessingDataLoaderIter._shutdown_workers,
     Pool: Pool.terminate,
-    ProcessPoolExecutor: ProcessPoolExecutor.shutdown,
+    ProcessPoolExecutor: _end_executor,
 }
 
 

@@ -591,7 +591,7 @@ def _patch_spawning(of_ranks: OfRanks, host: RankHost) -> None:
         of_ranks(owner, "start_processes", refuse)
 
 
-_IN_SESSION = "the cell runs on the ranks already, so call the function itself"
+_IN_SESSION = "this code runs on the ranks already, so call the function itself"
 _IN_SCRIPT = (
     "distlab sim has started the ranks already, as torchrun does, because the script asks for "
     "RANK, LOCAL_RANK or WORLD_SIZE before, joins a group before, or imports what calls spawn. If "

@@ -14,6 +14,7 @@ real time for processes outside the simulated world, and so does a rank that wai
 
 import contextlib
 import logging
+import math
 import queue
 import selectors
 import sys
@@ -26,6 +27,7 @@ from concurrent.futures import _base as futures
 from concurrent.futures import thread as pools
 from functools import partial
 from itertools import count
+from time import monotonic as real_monotonic
 from types import FrameType
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
@@ -50,6 +52,7 @@ _real_start, _real_join, _real_is_alive = (
 )
 _real_select: Any = selectors.DefaultSelector.select
 NO_THREAD = -1  # matches no thread, so that `call_site` cannot fall back to a thread's start
+SLICE_S = 0.05  # of a wait in real time
 MAX_PAUSE_S = 1e-3  # longest pause between two polls of files
 # Modules whose locks are for the code that calls them.
 _ON_BEHALF = ("threading", "queue", "concurrent.futures._base")
@@ -80,7 +83,7 @@ class Threads:
         self._around, self.notes = around, ThreadNotes(places)
         self._queues: Any = WeakKeyDictionary()  # not Python's, which awaits its threads at exit
         self._plain = threading.local()  # flags threads that currently get real locks
-        self._of_processes = WeakSet[Any]()  # real locks that ranks have made
+        self._of_processes = WeakSet[Any]()  # real locks of ranks, which wait for processes
 
     def install(self, replace: Replace) -> None:
         """Replace Python's locks and threads with simulated ones."""
@@ -128,8 +131,11 @@ class Threads:
 
     def _real(self, lock: Any) -> Any:
         """Note a real lock if a rank makes it, and return it."""
-        if self.is_virtual():
-            self._of_processes.add(lock)
+        if not self.is_virtual():
+            return lock
+        if outside().f_code is threading.Condition.wait.__code__:
+            lock = _SlicedLock(self._go_on)
+        self._of_processes.add(lock)
         return lock
 
     def _is_for_processes(self) -> bool:
@@ -144,6 +150,13 @@ class Threads:
             frame = frame.f_back
         name = "" if frame is None else _module(frame)
         return name.startswith("multiprocessing.") or name == "concurrent.futures.process"
+
+    def _go_on(self) -> None:
+        """Let the rank's other threads go on while it waits for a process; end with the world."""
+        if all(strand.has_ended for strand in self._scheduler.current.rank.strands[1:]):
+            self._scheduler.act()
+        else:
+            self._clock.sleep(SLICE_S)
 
     def _waiter(self, waited: Any, return_when: object) -> Any:
         """Make what waits for some of several futures: for real if a process computes one."""
@@ -320,6 +333,26 @@ class Threads:
     def ask(self) -> None:
         """Count an unsuccessful poll, so that a thread that keeps polling sees time pass."""
         self._clock.read()
+
+
+class _SlicedLock:
+    """A real lock for which a rank waits in slices, after each of which the world may end it.
+
+    Args:
+        act: Function that the rank calls between slices; raises an error if the world has ended.
+    """
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._lock, self._act = _real_lock(), act
+        self.release, self.locked = self._lock.release, self._lock.locked
+
+    def acquire(self, blocking: bool = True, timeout: float = -1.0) -> bool:
+        end_s = real_monotonic() + timeout if timeout >= 0 else math.inf
+        while not self._lock.acquire(blocking, max(0.0, min(SLICE_S, end_s - real_monotonic()))):
+            if not blocking or real_monotonic() >= end_s:
+                return False
+            self._act()
+        return True
 
 
 def _module(frame: FrameType) -> str:

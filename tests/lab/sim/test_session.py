@@ -780,7 +780,7 @@ def test_a_loaders_processes_load_in_later_runs_and_end_with_the_session(begin: 
 
 def test_a_rank_cannot_spawn_because_the_session_has_started_the_ranks(session: Session) -> None:
     error = session.run(lambda _: torch.multiprocessing.spawn(total, nprocs=2)).error  # type: ignore[no-untyped-call]
-    assert "rank 0 cannot start processes by torch.multiprocessing.spawn: the cell" in str(error)
+    assert "rank 0 cannot start processes by torch.multiprocessing.spawn: this code" in str(error)
     assert_it_works(session)
 
 

@@ -87,9 +87,19 @@ def has_threads_as_well() -> list[int]:
         return [first, pool.apply(doubled, (dist.get_rank(),))]
 
 
+def awaits_threads_and_processes() -> list[int]:
+    with ThreadPoolExecutor(1) as threads, ProcessPoolExecutor(1, mp_context=FORK) as pool:
+        futures = [threads.submit(time.sleep, 1), pool.submit(doubled, dist.get_rank())]
+        assert wait(futures).not_done == set()
+        return [2, futures[1].result()]
+
+
 @pytest.mark.parametrize(
     "program",
-    [maps, maps_one_by_one, gets_in_time, executes, awaits_futures, has_threads_as_well],
+    [
+        *(maps, maps_one_by_one, gets_in_time, executes),
+        *(awaits_futures, has_threads_as_well, awaits_threads_and_processes),
+    ],
 )
 def test_a_rank_waits_for_its_pool(program: Callable[[], list[int]]) -> None:
     result = [sorted(values) for values in simulate(program, 3).results]
@@ -136,13 +146,20 @@ def leaves_an_executor() -> int:
     return pool.submit(os.getpid).result()
 
 
+def leaves_a_busy_executor() -> None:
+    leaves_an_executor()
+    KEPT[-1].submit(sleeps, 1)  # type: ignore[attr-defined]
+
+
 def leaves_one_at_an_error() -> None:
     leaves_a_busy_pool()
-    leaves_an_executor()
+    leaves_a_busy_executor()
     raise ValueError("wrong")
 
 
-@pytest.mark.parametrize("program", [leaves_a_pool, leaves_a_busy_pool, leaves_an_executor])
+@pytest.mark.parametrize(
+    "program", [leaves_a_busy_pool, leaves_an_executor, leaves_a_busy_executor]
+)
 def test_a_pool_that_a_rank_leaves_behind_ends(program: Callable[[], object]) -> None:
     simulate(program, 2)
 
