@@ -1,4 +1,4 @@
-"""Functions of torch that a cell has replaced, as simulated ranks share them."""
+"""Names of torch that a cell on ranks has replaced: simulated ranks share them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -34,6 +34,17 @@ class SharedTorch:
         self._told: dict[str, Any] = {}
         self._seen = _values()
 
+    def begin(self) -> None:
+        """Take what the notebook's own cells have replaced as it is."""
+        if _same(self._seen, values := _values()):
+            return
+        self._seen = values
+        for title, name, value in [*self._changes()]:
+            if self._told.get(f"{title}.{name}") is not value:
+                self._first[title][name] = value
+                if value is GONE:
+                    del self._first[title][name]
+
     def news(self) -> list[str]:
         """Return a line on the names that have changed since the last call, if there are any."""
         if _same(self._seen, values := _values()):
@@ -51,7 +62,8 @@ class SharedTorch:
         ]
 
     def restore(self) -> None:
-        """Give the names what they held at first."""
+        """Give names that cells on ranks have replaced what they held before."""
+        self.begin()
         for title, name, _ in [*self._changes()]:
             owner, first = OWNERS[title], self._first[title][name]
             if name in vars(owner):

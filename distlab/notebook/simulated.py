@@ -67,6 +67,7 @@ class SimulatedRanks:
     def run(self, cell: Cell, outputs: Mapping[int, RankOutput]) -> Ran:
         """Run a cell on the ranks that have an output."""
         shared = self._shared = self._shared or SharedTorch()
+        shared.begin()
         try:
             self._reload(outputs)
         except ReloadError as failed:

@@ -40,6 +40,16 @@ def test_methods_and_deleted_names_are_restored(notebook: Notebook) -> None:
     assert "sum" not in vars(torch.Tensor)
 
 
+def test_what_the_notebooks_own_cells_replace_stays(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notebook.run("%%ranks\n1")
+    monkeypatch.setattr(functional, "relu", own := lambda x: x)
+    assert "replaced" not in notebook.run("%%ranks\n1")
+    notebook.run("%cluster --off")
+    assert functional.relu is own
+
+
 def test_what_a_library_replaces_while_a_cell_fails_is_told(notebook: Notebook) -> None:
     patch = "from unittest import mock\npatch = mock.patch('torch.relu')"
     shown = notebook.run(f"%%ranks\n{patch}\nif rank == 2:\n    patch.start()\n    1 / 0")
