@@ -29,7 +29,7 @@ def begun(args: Any, given: Collection[str]) -> World:
         ValueError: An option is wrong.
     """
     if alone := [name for name in given if name in ALONE]:
-        raise ValueError(f"--{alone[0]} stands alone: leave out the rest")
+        raise ValueError(f"--{alone[0]} stands alone: give no other option")
     if SIZES.isdisjoint(given):
         raise ValueError("say how many ranks, or a preset: %cluster 8, or %cluster dgx-h100")
     numbers = [word for word in args.size if word.lstrip("-").isdigit()]

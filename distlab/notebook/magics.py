@@ -119,8 +119,9 @@ class ClusterMagics(Magics):
                 usage = self.cluster.parser.format_usage().strip(":\n ")
                 print(re.sub(r"\n +", "\n    ", usage), "%cluster? explains them.", sep="\n")
             case ["off"]:
-                print("The ranks have ended." if self.world else "There are no ranks.")
+                ended = "The ranks have ended." if self.world else "There are no ranks."
                 self.close()
+                print(ended)
             case ["why"]:
                 self._world()
                 print(self._error or "The last cell ended without an error.")
@@ -132,9 +133,10 @@ class ClusterMagics(Magics):
     def _begin(self, args: Any, given: Collection[str]) -> None:
         with _usage_errors():
             world = begun(args, given)
-        if self.world is not None:  # after a mistyped option, the old ranks are still there
-            print("The previous ranks have ended, and their variables are gone.")
+        had_ranks = self.world is not None  # after a mistyped option, they are still there
         self.close()
+        if had_ranks:
+            print("The previous ranks have ended, and their variables are gone.")
         self.world = world
         print(world.title)
 
@@ -247,6 +249,7 @@ class ClusterMagics(Magics):
             if name := questioned(source):
                 print(*world.ask(ranks[:1], description, name))
                 return
+        self._error = ""
         cell = self._compiled(source)
         outputs = {rank: RankOutput() for rank in ranks}
         with self._ends_named():

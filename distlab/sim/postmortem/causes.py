@@ -169,8 +169,8 @@ def _axes_in_a_circle(still: Standstill, cycle: list[int]) -> str:
 def _crossed_groups(still: Standstill, ranks: list[int], cycle: list[int]) -> str:
     if {still.group_names.name(still.blocked[rank]) for rank in ranks} == {DEFAULT}:
         return (
-            "Some ranks have destroyed their default group and called init_process_group again, "
-            "and others have not: let all ranks do both."
+            "Ranks have left the default group and called init_process_group again, but not all "
+            "equally often: let all ranks do both."
         )
     rule = "Ranks that share several groups have to use them in the same order."
     names = still.group_names.sentence(still.blocked[rank] for rank in ranks)

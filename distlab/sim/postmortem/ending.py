@@ -119,11 +119,13 @@ def rank_error(
 
 
 # A frame in a message: of a traceback, or below torch's "At:".
-_FRAME = re.compile(r'^ +(?:File "(?P<file>.+)", line \d+, in|(?P<at>.+)\(\d+\): )')
+_FRAME = re.compile(
+    r'^  (?:File "(?P<file>.+)", line \d+, in .+|(?P<at>\S.*\.py|cell \d+)\(\d+\): \S+)$'
+)
 
 
 def _without_frames(text: str, places: Places) -> str:
-    """Return a message with frames of the program alone, and without repeated lines."""
+    """Return a message with frames of the program alone, and each line of tracebacks once."""
     lines, is_shown = list[str](), True
     for line in text.splitlines():
         if frame := _FRAME.match(line):
@@ -137,7 +139,7 @@ def _without_frames(text: str, places: Places) -> str:
         for line, after in pairwise([*lines, ""])
         if TRACEBACK.strip() not in line or after.startswith(" ")  # a title without its frames
     ]
-    return "\n".join(dict.fromkeys(shown))
+    return "\n".join(dict.fromkeys(shown) if TRACEBACK.strip() in text else shown)
 
 
 def exit_error(rank: int, num_ranks: int, cause: str, site: Site, others: str) -> RankError:

@@ -78,7 +78,7 @@ def crossed_groups() -> None:
     ORDER,
     (0, 1, 2),
     "rank 1 waits in barrier (call 1 of ranks 0-2) on the default group for ranks 0 and 2",
-    "and others have not: let all ranks do both.",
+    "but not all equally often: let all ranks do both.",
 )
 def joins_again_alone() -> None:
     """Only rank 1 leaves the default group and joins another."""

@@ -16,7 +16,7 @@ from catalogue import (
     rank_error,
     value,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 # Caught exceptions
 
@@ -164,6 +164,17 @@ class AllFailed(BaseException):
 def raises_the_tracebacks_of_all_ranks() -> None:
     """The report shows the message without the tracebacks."""
     raise AllFailed
+
+
+@rank_error(
+    2,
+    "ValueError",
+    (),
+    "cannot shard Sequential( (0): Identity() (1): Sequential( (0): Identity() ) )",
+)
+def prints_a_model() -> None:
+    """Lines of a message that look alike, or a little like frames, stay."""
+    raise ValueError(f"cannot shard {nn.Sequential(nn.Identity(), nn.Sequential(nn.Identity()))}")
 
 
 @rank_error(

@@ -97,6 +97,9 @@ SESSIONS = {
     "a group that one rank does not use": on_ranks(
         "g = dist.new_group([0, 1, 2])\nif rank in (0, 2): dist.barrier(g)", says="rank 1"
     ),
+    "a group that some ranks make": on_ranks(
+        "if rank < 2: dist.new_group([0, 1, 2])\ndist.barrier()", says="new_group"
+    ),
     "two groups, crossed": on_ranks(
         "a, b = dist.new_group([0, 1]), dist.new_group([0, 1])\n"
         "if rank < 2:\n    for g in (a, b) if rank else (b, a): dist.barrier(g)",
@@ -125,6 +128,17 @@ SESSIONS = {
         says="ZeroDivisionError: division by zero\n\nAt:\n  cell",
     ),
     # Endless loops and interrupts
+    "wait for a pool of processes": on_ranks(
+        "import multiprocessing, time\n"
+        "multiprocessing.get_context('fork').Pool(1).map(time.sleep, [1e6])",
+        says="rank 0 was interrupted at cell",
+        interrupt_s=0.5,
+    ),
+    "errors that are passed over in an endless loop": on_ranks(
+        "while True:\n    try: dist.all_reduce(torch.ones(8))\n    except Exception: pass",
+        says="nterrupt",
+        interrupt_s=0.3,
+    ),
     "%pull that never ends": Session(
         [
             "%%ranks\nclass Slow:\n    def __deepcopy__(self, memo):\n        while True: pass\n"
