@@ -46,7 +46,7 @@ PERIOD_S = 0.25  # between two messages to the notebook
 EVIDENCE_S = 1.0  # longest wait for the evidence of all ranks before the cell ends
 TICK_S = 0.01
 COMPLETE = "complete"  # name of a file beside the evidence once all ranks have left theirs
-OUTPUT, IDLE_S = "output", "idle_s"  # keys of these messages
+OUTPUT, IDLE = "output", "idle"  # keys of these messages
 
 
 class Place(NamedTuple):
@@ -209,7 +209,7 @@ class Engine:
             if data[OUTPUT] == sent:
                 del data[OUTPUT]
             shell: Any = get_ipython()
-            shell.data_pub.publish_data({**data, IDLE_S: idleness.seconds()})
+            shell.data_pub.publish_data({**data, IDLE: idleness.span()})
             return data.get(OUTPUT, sent)
         return sent
 

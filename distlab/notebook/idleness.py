@@ -28,8 +28,11 @@ class Idleness:
         self._last_cpu_s = time.process_time()
         self._last: tuple[Place, float] | None = None
 
-    def seconds(self) -> float:
-        """Return for how long the rank has been idle; called several times a second."""
+    def span(self) -> tuple[float, float]:
+        """Return since when the rank has been idle, and now; called several times a second.
+
+        Both are readings of ``time.monotonic``, which all processes of a machine share.
+        """
         now_s, cpu_s = time.monotonic(), time.process_time()
         place = place_of(sys._current_frames()[threading.main_thread().ident or 0])
         here = place, _num_wake_ups()
@@ -37,7 +40,7 @@ class Idleness:
         if not place.operation or here != self._last or share > MAX_SHARE:
             self._since_s = now_s
         self._last_s, self._last_cpu_s, self._last = now_s, cpu_s, here
-        return now_s - self._since_s
+        return self._since_s, now_s
 
 
 def _num_wake_ups() -> float:

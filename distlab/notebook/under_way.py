@@ -53,6 +53,7 @@ class UnderWay:
         self.is_idle = False
         self.has_left = False
         self._next_s, self._num_interrupts = 0.0, 0
+        self._ended_s = 0.0  # when the last rank has ended, which others may have waited for
 
     def finish(self) -> None:
         """Wait until the cell has ended on all ranks; Ctrl-C ends it."""
@@ -89,6 +90,7 @@ class UnderWay:
         ended: engine.Ended = self._calls[rank].get()
         vars(self._outputs[rank]).update(vars(ended.output))
         self._running.remove(rank)
+        self._ended_s = time.monotonic()
         self.has_left |= ended.has_left
         if ended.failure is not None:
             self.failures[rank] = ended.failure
@@ -98,8 +100,10 @@ class UnderWay:
             vars(self._outputs[rank]).update(vars(pickle.loads(pickled)))
 
     def _idle_s(self, rank: int) -> float:
-        idle_s: float = self._calls[rank].data.get(engine.IDLE_S, 0.0)
-        return idle_s
+        """Return for how long a rank was idle when it last said so, since another has ended."""
+        idle: tuple[float, float] = self._calls[rank].data.get(engine.IDLE, (0.0, 0.0))
+        since_s, now_s = idle
+        return now_s - max(since_s, self._ended_s)
 
     def _stop(self, *, is_idle: bool, after_s: float) -> None:
         """Interrupt the ranks after a time, or sooner if that was decided before."""

@@ -6,8 +6,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -16,10 +19,11 @@ from mpirun import needs_mpi
 from notebooks import Notebook, run
 from processes import wait_until
 
-from distlab.notebook import under_way
+from distlab.notebook import engine, under_way
 from distlab.notebook.cells import compiled
 from distlab.notebook.engines import Engines
 from distlab.notebook.output import RankOutput
+from distlab.notebook.under_way import UnderWay
 
 SESSION = {
     "x": "x = torch.arange(3.0) + rank\ndist.all_reduce(x)",
@@ -191,6 +195,29 @@ def test_a_rank_that_works_is_not_taken_for_a_deadlock(
     monkeypatch.setattr(under_way, "DEADLOCK_S", 0.5)
     notebook.run("%%ranks\nimport time\nif rank == 0: time.sleep(2)\ndist.barrier()")
     assert not notebook.has_failed
+
+
+class Call(Future[engine.Ended]):
+    """A call to a rank, as ipyparallel returns it."""
+
+    def __init__(self, idle: tuple[float, float]) -> None:
+        super().__init__()
+        self.data = {engine.IDLE: idle}
+        self.get = self.result
+
+
+def test_ranks_that_waited_for_one_that_has_ended_are_not_deadlocked(tmp_path: Path) -> None:
+    now_s = time.monotonic()
+    calls = [Call((now_s, now_s)), Call((now_s - 60, now_s))]  # rank 1's last news of itself
+    ended = engine.Ended(RankOutput(), None, False)
+    calls[0].set_result(ended)
+    timer = threading.Timer(5 * under_way.PERIOD_S, calls[1].set_result, [ended])
+    timer.start()
+    processes = Mock(**{"dead.return_value": set()})
+    cell = UnderWay(dict(enumerate(calls)), {0: RankOutput(), 1: RankOutput()}, processes, tmp_path)
+    cell.finish()
+    timer.join()
+    assert not cell.interrupted
 
 
 def test_a_rank_that_is_killed_begins_anew(notebook: Notebook) -> None:
