@@ -76,6 +76,8 @@ class EventSource(Protocol):
         """Run the events that are due at ``now_s``."""
 
 
+STUCK: set[int] = set()  # threads with an exception that is due once they return from C code
+
 _new_baton = threading.Lock  # the real lock; while a world runs, ranks get virtual ones
 _new_event = threading.Event
 _new_endings: Callable[[], SimpleQueue[bool]] = SimpleQueue  # True: all ended; False: interrupted
@@ -337,6 +339,7 @@ class Scheduler:
             if not _is_cleaning_up(strand.ident) or num_attempts % MAX_SPARED == 0:
                 self._interrupt(strand)
         self.is_lost = True
+        STUCK.add(strand.ident)
         self._on_switch = lambda *_: None  # the process is no longer the ranks'
         return False
 
@@ -433,6 +436,7 @@ class Scheduler:
         except BaseException as error:
             strand.has_ended = True
             self.stop(error)
+        STUCK.discard(strand.ident)
         strand.has_ended = True
         if self.interrupted_by:
             self.stop(self.interrupted_by)

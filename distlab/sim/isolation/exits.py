@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distlab.sim.engine.clock import Clock
 from distlab.sim.engine.faults import Faults
-from distlab.sim.engine.scheduler import NEVER, Scheduler
+from distlab.sim.engine.scheduler import NEVER, STUCK, Scheduler
 from distlab.sim.isolation.rank_states import RankStates
 from distlab.sim.reporting.sites import (
     GIVEN,
@@ -66,7 +66,8 @@ class Exits:
     def watched(self, rank: int) -> Iterator[None]:
         """Record the program's last line, unless a debugger or coverage tool is tracing it."""
         program = self._programs[rank] = _Program(self._places)
-        is_free = sys.gettrace() is None
+        # Python 3.11 never gets past a traced call while an exception is due in another thread.
+        is_free = sys.gettrace() is None and not STUCK
         if is_free:
             sys.settrace(program.look)
         try:

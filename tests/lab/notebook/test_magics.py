@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 from notebooks import Notebook
+from processes import wait_until
 
 from distlab.learner import folder, handout, source
 from distlab.notebook import output
@@ -312,14 +314,30 @@ def test_a_session_that_is_lost_says_so_in_one_line(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler, "MAX_INTERRUPTS", 10)
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    notebook.run("%%ranks\nimport select\nif rank == 1: select.select([], [], [], 0.8)")
-    shown = notebook.run("%%ranks\n1")
-    assert "the ranks cannot go on: rank 1 was interrupted at cell" in shown
-    assert "Traceback" not in shown
-    notebook.run("%cluster 2")
-    assert notebook.run("%%ranks\n1") == "ranks 0 and 1: 1"
+    of_rank, ours = socket.socketpair()
+
+    def interrupt() -> None:
+        ours.recv(1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt)
+    release = threading.Timer(30, ours.send, [b"x"])  # not before other ranks have run
+    with of_rank, ours:
+        interrupter.start()
+        release.start()
+        number = of_rank.fileno()
+        in_c = f"import os\nif rank == 1: os.write({number}, b'x'), os.read({number}, 1)"
+        notebook.run(f"%%ranks\n{in_c}")
+        interrupter.join()
+        shown = notebook.run("%%ranks\n1")
+        assert "the ranks cannot go on: rank 1 was interrupted at cell" in shown
+        assert "Traceback" not in shown
+        notebook.run("%cluster 2")
+        assert notebook.run("%%ranks\n1") == "ranks 0 and 1: 1"
+        assert release.is_alive()
+        release.cancel()
+        ours.send(b"x")
+        wait_until(lambda: not scheduler.STUCK)
 
 
 # %%check and %save
