@@ -90,13 +90,18 @@ def reload_changed(names: dict[str, Any]) -> None:
 
 
 def _modules_here() -> Modules:
-    folders = f"{COURSE}{os.sep}", f"{os.getcwd()}{os.sep}"
+    folders = f"{COURSE}{os.sep}", *_working_folder()
     return {
         name: module
         for name, module in [*sys.modules.items()]
         if (file := file_of(module)).startswith(folders) and file.endswith(".py")
         if is_of_program(file) and name not in ("__main__", "__mp_main__")
     }
+
+
+def _working_folder() -> Iterator[str]:
+    with contextlib.suppress(FileNotFoundError):  # a cell may have removed it
+        yield f"{os.getcwd()}{os.sep}"
 
 
 def file_of(module: ModuleType) -> str:
@@ -117,7 +122,7 @@ def _compiled(file: str) -> CodeType:
         return compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)
     except (SyntaxError, ValueError, OSError) as error:
         line, reason = getattr(error, "lineno", None), getattr(error, "msg", error)
-        raise ReloadError(f"{os.path.relpath(file)}, line {line or 1}: {reason}") from None
+        raise ReloadError(f"{_shown(file)}, line {line or 1}: {reason}") from None
 
 
 def reload(modules: Modules, codes: Mapping[str, CodeType], names: dict[str, Any]) -> None:
@@ -190,7 +195,13 @@ def _replace(old: Any, new: Any, namespaces: Sequence[dict[str, Any]]) -> None:
 def _report(error: BaseException, file: str) -> str:
     frames: Sequence[traceback.FrameSummary] = traceback.extract_tb(error.__traceback__)
     line = next((frame.lineno for frame in reversed(frames) if frame.filename == file), 1)
-    return f"{os.path.relpath(file)}, line {line}: {type(error).__name__}: {error}"
+    return f"{_shown(file)}, line {line}: {type(error).__name__}: {error}"
+
+
+def _shown(file: str) -> str:
+    with contextlib.suppress(FileNotFoundError):  # the working folder is gone
+        return os.path.relpath(file)
+    return file
 
 
 def _are_versions(old: Any, new: Any) -> bool:

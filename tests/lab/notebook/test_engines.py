@@ -281,6 +281,12 @@ def test_edited_modules_are_loaded_again(notebook: Notebook, tmp_path: Path) -> 
     assert first_line(notebook, "version()") == "ranks 0-2: 2"
 
 
+def test_ranks_whose_folder_is_removed_go_on(notebook: Notebook) -> None:
+    into = "import os, tempfile\nhome = os.getcwd()\nfolder = tempfile.mkdtemp()\nos.chdir(folder)"
+    notebook.run(f"%%ranks\n{into}\nos.rmdir(folder)")
+    assert first_line(notebook, "os.chdir(home)\nos.getcwd() == home") == "ranks 0-2: True"
+
+
 def test_real_ranks_have_no_lanes(notebook: Notebook) -> None:
     assert "simulate the cell, by %cluster 3" in notebook.run("%cluster --lanes")
 

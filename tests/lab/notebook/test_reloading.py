@@ -216,6 +216,20 @@ def test_a_module_that_fails_stays_as_it_was(write: Write) -> None:
     assert module.x == 3
 
 
+def test_a_module_that_fails_is_named_when_the_working_folder_is_gone(
+    write: Write, tmp_path: Path
+) -> None:
+    file = write("x = 1")
+    edited = Edited("mine")
+    write("x = 1 / 0", age_s=-5)
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    os.chdir(gone)  # the fixture moves back
+    gone.rmdir()
+    with pytest.raises(ReloadError, match=f"{file}, line 1: ZeroDivisionError"):
+        edited.reload()
+
+
 @pytest.mark.parametrize(
     ("error", "raised", "text"),
     [
