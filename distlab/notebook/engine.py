@@ -156,6 +156,8 @@ class Engine:
         pictures.for_type_by_name("matplotlib.figure", "Figure", _png)
         # Otherwise, the kernel would set its own handler for each call.
         shell.kernel.pre_handler_hook = shell.kernel.post_handler_hook = lambda: None
+        # ipyparallel's handler would let the cell go on, and end the process after it.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._own.update(_connections())
         read, self._write = socket.socketpair()
         self._write.setblocking(False)

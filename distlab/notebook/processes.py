@@ -14,6 +14,7 @@ from traitlets.config import Config
 
 from distlab.notebook import watched
 from distlab.production.evidence import FLIGHT_RECORDER
+from distlab.util.text import signal_name
 
 QUIET = logging.getLogger(f"{__name__}.quiet")  # ipyparallel would print each end of a process
 QUIET.setLevel(logging.CRITICAL + 1)
@@ -27,6 +28,7 @@ CONTROLLER = [
 ]
 ENGINE = ["--IPEngine.enable_nanny=False", "--IPEngine.max_heartbeat_misses=0"]
 START_S = 60.0  # longest time for the start of engines
+REAP_S = 1.0  # longest time until ipyparallel knows how an engine has ended
 TICK_S = 0.02
 
 
@@ -60,6 +62,7 @@ class Processes:
         self._client: ipyparallel.Client | None = None
         self._engines: dict[int, int] = {}  # by rank
         self._processes: dict[int, psutil.Process] = {}
+        self._launchers: dict[int, Any] = {}  # ipyparallel's, by process id; none with MPI
         try:
             self._cluster.start_controller_sync()
             self._client = self._cluster.connect_client_sync()
@@ -83,6 +86,14 @@ class Processes:
         """Return the ranks whose processes have ended."""
         return {r for r, process in self._processes.items() if not watched.is_alive(process)}
 
+    def killer(self, rank: int) -> str:
+        """Return the signal that has ended a rank's process; "" if none did, or with MPI."""
+        if (launcher := self._launchers.get(self._processes[rank].pid)) is None:
+            return ""
+        launcher._wait_thread.join(REAP_S)  # only one waiting thread is told the exit code
+        code = launcher.process.wait(REAP_S) or 0
+        return signal_name(-code) if code < 0 else ""
+
     def signal(self, ranks: Collection[int], number: int) -> None:
         """Send a signal to those of the ranks that are alive."""
         for rank in {*ranks} - self.dead():
@@ -104,7 +115,9 @@ class Processes:
     def _start(self, ranks: Collection[int]) -> None:
         assert self._client is not None
         before = {*self._client.ids}
-        self._cluster.start_engines_sync(len(ranks))
+        engines = self._cluster.engines[self._cluster.start_engines_sync(len(ranks))]
+        started = getattr(engines, "launchers", {}).values()
+        self._launchers |= {launcher.pid: launcher for launcher in started}
         end_s = time.monotonic() + START_S
         while len(new := {*self._client.ids} - before) < len(ranks):
             if time.monotonic() > end_s:

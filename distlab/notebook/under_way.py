@@ -70,6 +70,13 @@ class UnderWay:
         is_stopped = self.has_left or bool(self.interrupted or self.dead)
         return is_stopped or any(failure.is_of_torch for failure in self.failures.values())
 
+    def death(self, rank: int) -> str:
+        """Return the predicate of a sentence whose subject is a rank that is dead."""
+        if rank in self.killed:
+            return "did not react to interrupts: killed"
+        killer = self._processes.killer(rank)
+        return f"ended by {killer} in the cell" if killer else "ended in the cell"
+
     def _look(self) -> None:
         """Take what the ranks have sent, and interrupt those that can't end."""
         for rank in sorted(self._running):

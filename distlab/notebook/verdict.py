@@ -57,8 +57,7 @@ def _hang(cell: UnderWay, ranks: Sequence[int], num_ranks: int, folder: Path) ->
 
 
 def _of_failure(cell: UnderWay, causes: Mapping[int, Failure], num_ranks: int, hang: Hang) -> str:
-    deaths = dict.fromkeys(sorted(cell.dead), "ended in the cell")
-    deaths |= dict.fromkeys(sorted(cell.killed), "did not react to interrupts: killed")
+    deaths = {rank: cell.death(rank) for rank in sorted(cell.dead | cell.killed)}
     parts = [f"{rank_names(r)} of {num_ranks} {text}" for text, r in _by_text(deaths).items()]
     headlines = _by_text({rank: failure.headline for rank, failure in causes.items()})
     parts += [f"{rank_names(r)} of {num_ranks} raised {text}" for text, r in headlines.items()]

@@ -228,6 +228,15 @@ def test_a_rank_that_is_killed_begins_anew(notebook: Notebook) -> None:
     assert notebook.pulled("has") == [True, False, True]
 
 
+@pytest.mark.parametrize("send", ["raise_signal(15)", "raise_signal(9)", "os.killpg(0, 15)"])
+def test_a_rank_that_a_signal_ends_does_so_in_its_cell(notebook: Notebook, send: str) -> None:
+    shown = notebook.run(f"%%ranks\nimport os\nfrom signal import *\nif rank == 1: {send}")
+    name = signal.Signals(9 if "9" in send else 15).name
+    assert f"rank 1 of 3 ended by {name} in the cell" in shown
+    assert "rank 1 begins anew, without variables" in shown
+    assert first_line(notebook, "rank > 5") == "ranks 0-2: False"
+
+
 def test_a_rank_that_ignores_interrupts_is_killed(
     notebook: Notebook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
