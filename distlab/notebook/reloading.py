@@ -27,6 +27,7 @@ from typing import Any
 
 from distlab.launch.stacks import is_of_program
 from distlab.lessons import COURSE
+from distlab.util.imported import Imported
 
 _ANNOTATIONS = "__annotate__" if sys.version_info >= (3, 14) else "__annotations__"
 _OF_FUNCTION = ("__code__", "__defaults__", "__kwdefaults__", "__doc__", "__dict__", _ANNOTATIONS)
@@ -93,10 +94,20 @@ def _modules_here() -> Modules:
     folders = f"{COURSE}{os.sep}", *_working_folder()
     return {
         name: module
-        for name, module in [*sys.modules.items()]
-        if (file := file_of(module)).startswith(folders) and file.endswith(".py")
-        if is_of_program(file) and name not in ("__main__", "__mp_main__")
+        for name, module in _of_program.now().items()
+        if file_of(module).startswith(folders)
     }
+
+
+def _is_of_program(name: str, module: ModuleType) -> bool:
+    is_python = (file := file_of(module)).endswith(".py") and name not in (
+        "__main__",
+        "__mp_main__",
+    )
+    return is_python and is_of_program(file)
+
+
+_of_program = Imported(_is_of_program)
 
 
 def _working_folder() -> Iterator[str]:

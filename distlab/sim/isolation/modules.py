@@ -24,6 +24,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from distlab.sim.isolation.rank_states import MAIN, RankStates
+from distlab.util.imported import Imported
 
 _bootstrap: Any = importlib._bootstrap  # untyped, because the stubs lack its private names
 _OF_PYTHON = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib"))
@@ -47,7 +48,7 @@ def separate(rank_states: RankStates) -> Iterator[None]:
     Ranks do not see the program's modules that were imported before.
     """
     finder = _Finder(rank_states)
-    hidden = {name: sys.modules.pop(name) for name in _imported_by_program()}
+    hidden = {name: sys.modules.pop(name) for name in _separate.now()}
     main = sys.modules[MAIN]  # ranks may have their own
     sys.meta_path.insert(0, finder)
     try:
@@ -59,17 +60,15 @@ def separate(rank_states: RankStates) -> Iterator[None]:
         sys.modules[MAIN] = main
 
 
-def _imported_by_program() -> list[str]:
-    """Return the names of the program's modules in ``sys.modules``, except for its main module."""
-    mains = (MAIN, "__mp_main__")
-    loaded = [(name, module) for name, module in sys.modules.items() if name not in mains]
+def _is_separate(name: str, module: object) -> bool:
+    """Return whether a module is the program's, except for its main module."""
     # Not getattr, which makes lazy modules import others. Some files, as torch.ops's, are no paths.
-    files = {name: getattr(module, "__dict__", {}).get("__file__") for name, module in loaded}
-    return [
-        name
-        for name, file in files.items()
-        if (file and is_of_program(file) and os.path.isabs(file)) or _is_per_rank(name)
-    ]
+    file = getattr(module, "__dict__", {}).get("__file__")
+    is_separate = (file and is_of_program(file) and os.path.isabs(file)) or _is_per_rank(name)
+    return bool(is_separate) and name not in (MAIN, "__mp_main__")
+
+
+_separate = Imported(_is_separate)
 
 
 def _is_per_rank(name: str) -> bool:
