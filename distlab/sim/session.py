@@ -205,7 +205,7 @@ class Session:
         world, self._open = self._open, None
         if not world:
             return
-        world.loaders.close()
+        world.worker_processes.close()
         if not world.scheduler.is_lost:
             world.end_threads()
             world.exits.forget()

@@ -28,11 +28,11 @@ from distlab.sim.hardware.topology import Place
 from distlab.sim.isolation import forks, host, modules, patches
 from distlab.sim.isolation.exits import Exits, deaths_due
 from distlab.sim.isolation.groups import Groups
-from distlab.sim.isolation.loaders import Loaders
 from distlab.sim.isolation.profiler import SharedProfiler
 from distlab.sim.isolation.rank_states import RankStates
 from distlab.sim.isolation.refusals import Refusals
 from distlab.sim.isolation.threads import Threads
+from distlab.sim.isolation.worker_processes import WorkerProcesses
 from distlab.sim.messages.disagreement import device_of
 from distlab.sim.messages.group import Failures, Shared, SimGroup
 from distlab.sim.messages.limits import aborted_error
@@ -87,7 +87,7 @@ class Simulation:
         self._told = set[str]()
         self._raised: dict[int, BaseException] = {}  # what ranks raised in this run, in that order
         self.refusals = Refusals(self.clock, self.rank_states, self.exits, self.places)
-        self.loaders = Loaders()
+        self.worker_processes = WorkerProcesses()
         self.profiler = SharedProfiler(self.rank_states, self.places)
         self.steps, self.sanitizer = self._make_watchers()
         self.groups = self._make_groups()
@@ -364,11 +364,12 @@ class Simulation:
         dying = deaths_due(
             self.options.faults, self.scheduler, self.clock, self.rank_states, self.exits
         )
+        noting = self.worker_processes.noted()
         with contextlib.ExitStack() as watching:
-            for prepared in (patches.installed(self), host.prepared(), self.loaders.noted(), dying):
+            for prepared in (patches.installed(self), host.prepared(), noting, dying):
                 watching.enter_context(prepared)
             if not self.scheduler.keeps_threads:
-                watching.callback(self.loaders.close)
+                watching.callback(self.worker_processes.close)
             if self.fleet and self.cluster.gpu:
                 surface.install(watching, self.rank_states.is_in_rank, self.cluster.gpu.name)
             if self.steps:

@@ -1,9 +1,9 @@
-"""Loader processes and pools that ranks leave behind, which end as the ranks do.
+"""Worker processes of data loaders, pools and executors, which end as the ranks do.
 
-A process that ends ends its loaders' processes at once. Ranks are threads, so a ``DataLoader`` that
-keeps its processes (``persistent_workers``) would be collected later, as garbage, and by then its
+A process that ends also ends its worker processes. Ranks are threads, so a ``DataLoader`` that
+keeps its workers (``persistent_workers``) would be collected later, as garbage, and by then its
 queues may already be closed: torch would then wait 5 s for each process before it kills it. Pools
-of processes have threads that would keep them for ever.
+and executors have threads that would keep them for ever.
 """
 
 import contextlib
@@ -32,22 +32,22 @@ _ENDS: dict[type, Callable[[Any], object]] = {  # as Python ends them when a pro
 }
 
 
-class Loaders:
-    """The iterators of a world that load in processes, and its pools of processes."""
+class WorkerProcesses:
+    """The worker processes of a world, by what has made them."""
 
     def __init__(self) -> None:
         self._made: dict[type, WeakSet[Any]] = {kind: WeakSet() for kind in _ENDS}
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Note the iterators and pools that are made inside the block."""
+        """Note the loaders' iterators, pools and executors that are made inside the block."""
         with contextlib.ExitStack() as until:
             for kind, made in self._made.items():
                 replace_until(until, kind, "__init__", _noting(kind, made))
             yield
 
     def close(self) -> None:
-        """End the processes of all iterators and pools."""
+        """End all worker processes."""
         for kind, made in self._made.items():
             for maker in list(made):
                 _ENDS[kind](maker)
