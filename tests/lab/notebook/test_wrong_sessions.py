@@ -53,22 +53,36 @@ def on_gpus(cell: str, says: str, more: str = "") -> Session:
 LOOP = "while rank == 2:\n    pass\ndist.barrier()"
 JOIN = "dist.init_process_group()"
 ON_ONE_RANK = {  # what a rank does while the others wait for it, and what is shown
-    "raise GeneratorExit('here')": "here",
-    "quit()": "rank 1",
+    "raise GeneratorExit('here')": "rank 1 of 4 raised GeneratorExit: here",
+    "quit()": "rank 1 of 4 raised SystemExit, cell",
     "import os; os.abort()": "rank 1 of 4 ended by SIGABRT, cell",
     "import os, signal; os.killpg(0, signal.SIGTERM)": "rank 1 of 4 ended by SIGTERM, cell",
-    "import os, signal; os.kill(os.getpid(), signal.SIGKILL)": "rank 1",
-    "import signal; signal.raise_signal(signal.SIGTERM)": "rank 1",
-    "import threading; threading.Event().wait()": "rank 1",
-    "import threading; lock = threading.Lock(); lock.acquire(); lock.acquire()": "rank 1",
-    "dist.distributed_c10d._get_default_store().get('never')": "rank 1",
+    "import os, signal; os.kill(os.getpid(), signal.SIGKILL)": (
+        "rank 1 of 4 ended by SIGKILL, cell"
+    ),
+    "import signal; signal.raise_signal(signal.SIGTERM)": "rank 1 of 4 ended by SIGTERM, cell",
+    "import threading; threading.Event().wait()": (
+        "deadlock (thread wait): rank 1 waits for an event of its own, and no thread of it can"
+    ),
+    "import threading; lock = threading.Lock(); lock.acquire(); lock.acquire()": (
+        "deadlock (thread wait): rank 1 waits for a lock of its own, which it holds itself, and"
+    ),
+    "dist.distributed_c10d._get_default_store().get('never')": (
+        "deadlock (key never set): rank 1 waits for the key 'never', which no rank has set, and"
+    ),
 }
 MISMATCHES = {
     "dist.recv(torch.ones(1), (rank + 1) % 4)": "deadlock (send/recv cycle)",
     "dist.send(torch.ones(1), (rank + 1) % 4)": "deadlock (send/recv cycle)",
-    "if rank == 0: dist.isend(torch.ones(1), 1).wait()": "rank 1",
-    "dist.all_reduce(torch.ones(1 + rank))": "(4,)",
-    "dist.broadcast(torch.ones(1), src=rank)": "rank",
+    "if rank == 0: dist.isend(torch.ones(1), 1).wait()": (
+        "deadlock (peer ended): rank 0 waits for rank 1 to receive, but rank 1 has returned"
+    ),
+    "dist.all_reduce(torch.ones(1 + rank))": (
+        "shape or dtype mismatch: all_reduce with size 1 on rank 0, with size 2 on rank 1,"
+    ),
+    "dist.broadcast(torch.ones(1), src=rank)": (
+        "operation mismatch: broadcast with root 0 on rank 0, with root 1 on rank 1,"
+    ),
 }
 SESSIONS = {
     **{
@@ -79,36 +93,39 @@ SESSIONS = {
     "exception in a hook": on_ranks(
         "p = torch.ones(1, requires_grad=True)\n"
         "p.register_hook(lambda g: g.no_such_thing)\n(p * 2).backward()\ndist.barrier()",
-        says="no_such_thing",
+        says="rank 0 of 4 raised AttributeError: 'Tensor' object has no attribute 'no_such_thing'",
     ),
     "exception in finally": on_ranks(
-        "try:\n    dist.recv(torch.ones(1), (rank + 1) % 4)\nfinally:\n    1 / 0", says="deadlock"
+        "try:\n    dist.recv(torch.ones(1), (rank + 1) % 4)\nfinally:\n    1 / 0",
+        says="deadlock (send/recv cycle)",
     ),
-    "endless recursion": on_ranks("def f(): f()\nf()", says="RecursionError"),
+    "endless recursion": on_ranks("def f(): f()\nf()", says="rank 0 of 4 raised RecursionError"),
     "exception in a thread of a rank": on_ranks(
         "import threading\nt = threading.Thread(target=lambda: 1 / 0)\nt.start()\nt.join()\n"
         "if rank: dist.barrier()",
-        says="barrier",
+        says="On ranks 0-3, thread 'Thread-1 (<lambda>)' ended with ZeroDivisionError",
     ),
     "not Python": on_ranks("x = 1\nif x\n    pass", says='", line 3\n'),
     "a cell on some ranks": Session(
         ["%%ranks 0-1\ndist.barrier()"], "ranks 2 and 3 are not in this run"
     ),
     "a group that one rank does not use": on_ranks(
-        "g = dist.new_group([0, 1, 2])\nif rank in (0, 2): dist.barrier(g)", says="rank 1"
+        "g = dist.new_group([0, 1, 2])\nif rank in (0, 2): dist.barrier(g)",
+        says="wait in barrier (call 1 of ranks 0-2) for rank 1, but rank 1 has returned",
     ),
     "a group that some ranks make": on_ranks(
-        "if rank < 2: dist.new_group([0, 1, 2])\ndist.barrier()", says="new_group"
+        "if rank < 2: dist.new_group([0, 1, 2])\ndist.barrier()",
+        says="ranks 0 and 1 wait in new_group of ranks 0-2 for rank 2, and ranks 2 and 3 wait in",
     ),
     "two groups, crossed": on_ranks(
         "a, b = dist.new_group([0, 1]), dist.new_group([0, 1])\n"
         "if rank < 2:\n    for g in (a, b) if rank else (b, a): dist.barrier(g)",
-        says="deadlock",
+        says="These are two different groups of the same ranks: check group=.",
     ),
     "a batch of messages without partners": on_ranks(
         "ops = [dist.P2POp(dist.irecv, torch.ones(1), (rank + 1) % 4)]\n"
         "[w.wait() for w in dist.batch_isend_irecv(ops)]",
-        says="deadlock",
+        says="deadlock (send/recv cycle)",
     ),
     # Errors in processes and callbacks
     "exception in a process of a DataLoader": on_ranks(
@@ -136,7 +153,7 @@ SESSIONS = {
     ),
     "errors that are passed over in an endless loop": on_ranks(
         "while True:\n    try: dist.all_reduce(torch.ones(8))\n    except Exception: pass",
-        says="nterrupt",
+        says="was interrupted at cell",
         interrupt_s=0.3,
     ),
     "%pull that never ends": Session(
@@ -150,7 +167,9 @@ SESSIONS = {
     ),
     "two endless loops": on_ranks(LOOP, LOOP, says="rank 2 was interrupted at", interrupt_s=0.2),
     "endless sleep": on_ranks("import time\nwhile True: time.sleep(1)", says="only sleeps"),
-    "endless printing": on_ranks("while True: print('x')", says="interrupted", interrupt_s=0.3),
+    "endless printing": on_ranks(
+        "while True: print('x')", says="was interrupted at cell", interrupt_s=0.3
+    ),
     **{
         f"interrupt at random moment {number}": on_ranks(
             "while True:\n    dist.all_reduce(torch.ones(8))",
@@ -183,7 +202,7 @@ SESSIONS = {
     # Groups that are left, and names that are lost
     "a rank that leaves the group": on_ranks(
         "if rank == 1: dist.destroy_process_group()\nelse: dist.barrier()",
-        says="rank 1",
+        says="  destroyed its process group without communicating  cell",
         repair=f"%%ranks\nif rank != 1: dist.destroy_process_group()\n{JOIN}",
     ),
     "all ranks leave the group": on_ranks(
@@ -195,7 +214,7 @@ SESSIONS = {
     "a rank that leaves the group and joins again": on_ranks(
         "if rank == 1:\n    dist.destroy_process_group()\n    dist.init_process_group()",
         "dist.barrier()",
-        says="rank 1",
+        says="called init_process_group again, but not all equally often: let all ranks do both.",
         repair=f"%%ranks\ndist.destroy_process_group()\n{JOIN}",
     ),
     "ranks that leave the group, one cell later": on_ranks(
@@ -204,9 +223,14 @@ SESSIONS = {
         says="rank 1 has destroyed its process group at cell",
         repair=f"%%ranks\nif rank != 1: dist.destroy_process_group()\n{JOIN}",
     ),
-    "a rank that joins twice": on_ranks("dist.init_process_group()", says="rank 0"),
+    "a rank that joins twice": on_ranks(
+        "dist.init_process_group()",
+        says="trying to initialize the default process group twice! The rank is in it already",
+    ),
     "names that are overwritten": on_ranks(
-        "dist = torch = print = None", "dist.barrier()", says="NoneType"
+        "dist = torch = print = None",
+        "dist.barrier()",
+        says="'NoneType' object has no attribute 'barrier'",
     ),
     # Cells in another order
     "a receive before its send": Session(
@@ -214,7 +238,7 @@ SESSIONS = {
             "%%ranks 1\nx = torch.zeros(1)\ndist.recv(x, 0)",
             "%%ranks 0\ndist.send(torch.ones(1), 1)",
         ],
-        "rank 1",
+        "rank 0 waits for rank 1 to receive, but rank 1 is not in this run",
     ),
     "a send that runs twice": Session(
         [
@@ -222,16 +246,20 @@ SESSIONS = {
             "%%ranks 0\nw = dist.isend(torch.ones(1), 1)",
             "%%ranks 1\nx = torch.zeros(1)\nfor _ in range(3): dist.recv(x, 0)",
         ],
-        "rank 0",
+        "rank 1 waits for rank 0 to send, but rank 0 is not in this run",
     ),
     # GPUs
     "a race": on_gpus(
         "x = torch.ones(1 << 20, device=device)\nw = dist.all_reduce(x, async_op=True)\ny = x + 1",
-        says="wait()",
+        says="what all_reduce (call 1 of ranks 0-3) writes, and nothing orders the two",
     ),
-    "no such GPU": on_gpus("torch.ones(1, device='cuda:99')", says="99"),
+    "no such GPU": on_gpus(
+        "torch.ones(1, device='cuda:99')", says="rank 0 asks for cuda:99, and it sees 8 GPUs"
+    ),
     "too little memory": on_gpus(
-        "x = torch.ones(1 << 22, device=device)", says="memory", more="--memory-gib 0.01"
+        "x = torch.ones(1 << 22, device=device)",
+        says="out of memory in ones: it needs 16.0 MiB more, 0 B of 10.2 MiB are in use",
+        more="--memory-gib 0.01",
     ),
     "more memory than the machine has": on_gpus(
         "x = torch.ones(1 << 50, device=device)", says="out of memory in ones: it needs 4096 TiB"
