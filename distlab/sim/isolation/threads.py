@@ -170,11 +170,13 @@ class Threads:
 
     @contextlib.contextmanager
     def _plain_locks(self) -> Iterator[None]:
+        """Make real locks inside the block, in which a destructor may start another thread."""
+        before = getattr(self._plain, "is_wanted", False)
         self._plain.is_wanted = True
         try:
             yield
         finally:
-            self._plain.is_wanted = False
+            self._plain.is_wanted = before
 
     def _numbers(self, of_process: Callable[[], int], first: int) -> Callable[[], int]:
         """Return a counter for thread names that counts per rank, as in separate processes."""

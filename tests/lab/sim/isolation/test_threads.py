@@ -120,6 +120,25 @@ def test_asyncio_waits_for_threads() -> None:
         assert now_s == pytest.approx(2.0, abs=0.01)
 
 
+class StartsAnother(threading.Thread):
+    """A thread that starts another while it starts, as a destructor may at any moment."""
+
+    @property
+    def _bootstrap(self) -> Callable[[], None]:
+        threading.Thread(target=int).start()
+        return super()._bootstrap  # type: ignore[misc, no-any-return]
+
+
+def test_a_thread_may_start_while_another_does() -> None:
+    def starts_several() -> None:
+        for _ in range(20):
+            thread = StartsAnother(target=int)
+            thread.start()
+            thread.join()
+
+    simulate(starts_several, 2)
+
+
 # The rank's state
 
 
