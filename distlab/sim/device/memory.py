@@ -284,12 +284,17 @@ def _storages(value: object) -> list[UntypedStorage]:
 
 
 def _explain(account: Account, nbytes: int, capacity: int, op_name: str) -> str:
-    """Return an error message: the memory's contents, largest first, and the usual remedy."""
+    """Return an error message: the memory's contents, if any, and the usual remedy."""
     held = sorted(account.live.items(), key=lambda item: -item[1])
+    verdict = (
+        f"out of memory in {op_name}: it needs {bytes_text(nbytes)} more, "
+        f"{bytes_text(account.live_bytes)} of {bytes_text(capacity)} are in use"
+    )
+    if not account.live_bytes:
+        return verdict
     return "\n".join(
         [
-            f"out of memory in {op_name}: it needs {bytes_text(nbytes)} more, "
-            f"{bytes_text(account.live_bytes)} of {bytes_text(capacity)} are in use",
+            verdict,
             *(f"  {name:16}{bytes_text(n):>12}{n / max(1, capacity):>7.0%}" for name, n in held),
             "largest tensors",
             *(
