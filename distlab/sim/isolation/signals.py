@@ -2,7 +2,8 @@
 
     signal.signal(SIGTERM, stop)            noted for the calling rank
     os.kill(os.getpid(), SIGTERM)           calls that rank's stop(), in the calling thread
-    os.killpg(os.getpgrp(), SIGTERM)        does, too: a rank's process group is its own
+    os.killpg(os.getpgrp(), SIGTERM)        does, too: a rank's process group is its own,
+    os.kill(-os.getpgrp(), SIGTERM)         and this is the same
 
 All ranks share one process, so a signal from outside reaches none of them.
 """
@@ -86,7 +87,7 @@ class Signals:
         return self._host.clock.current.number
 
     def _send(self, pid: int, number: int) -> None:
-        if pid not in (0, os.getpid()):
+        if pid not in (0, os.getpid(), -os.getpgrp()):
             _kill(pid, number)
         elif number:
             self._raise(number)

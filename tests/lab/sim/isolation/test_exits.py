@@ -144,11 +144,21 @@ def kills_its_process_group() -> None:
     os.killpg(os.getpgrp(), signal.SIGTERM)
 
 
+def kills_its_process_group_by_kill() -> None:
+    os.kill(-os.getpgrp(), signal.SIGTERM)
+
+
+def kills_process_zero() -> None:
+    os.kill(0, signal.SIGTERM)
+
+
 @pytest.mark.parametrize(
     ("fn", "says"),
     [
         (lambda: os.abort(), "ended by SIGABRT"),
         (kills_its_process_group, "ended by SIGTERM"),
+        (kills_its_process_group_by_kill, "ended by SIGTERM"),
+        (kills_process_zero, "ended by SIGTERM"),
         (ends_its_process_in_the_end, "ended by os._exit(5)"),
         (ends_its_process_when_it_deadlocks, "rank 0 waits in barrier"),
         (ends_its_process_when_another_fails, "ended by os._exit(7)"),
