@@ -5,6 +5,7 @@ import re
 import shlex
 import textwrap
 import traceback
+from argparse import Namespace
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -62,7 +63,7 @@ class ClusterMagics(Magics):
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
         self.world: World | None = None
-        self._error = ""  # report on the last cell
+        self._error: str | None = None  # report on the last cell, None before the first
         self.is_automatic = False  # whether cells without a magic run on all ranks
         self._checked: dict[str, str] = {}  # the cells that were judged last, by task
 
@@ -109,8 +110,7 @@ class ClusterMagics(Magics):
     @line_magic
     def cluster(self, line: str) -> None:
         """Begin ranks: %cluster 8, or %cluster dgx-h100. Alone, it says what there is."""
-        args, defaults = _parsed(self.cluster, line), vars(_parsed(self.cluster, ""))
-        given = [name for name, value in vars(args).items() if value != defaults[name]]
+        args, given = _parsed(self.cluster, line), _given(self.cluster, line)
         match given:
             case []:
                 world = self._world()
@@ -124,6 +124,8 @@ class ClusterMagics(Magics):
                 print(ended)
             case ["why"]:
                 self._world()
+                if self._error is None:
+                    raise UsageError("no cell has run yet")
                 print(self._error or "The last cell ended without an error.")
             case ["lanes"]:
                 self._draw(args.lanes)
@@ -226,7 +228,7 @@ class ClusterMagics(Magics):
         """End the ranks."""
         if self.world is not None:
             self.world.close()
-            self.world, self._error = None, ""
+            self.world, self._error = None, None
 
     @contextlib.contextmanager
     def _ends_named(self) -> Iterator[None]:
@@ -266,8 +268,8 @@ class ClusterMagics(Magics):
     def _run(self, cell: Cell, outputs: Mapping[int, RankOutput]) -> Ran:
         ran = self._world().run(cell, outputs)
         notes = [*map(self._named, ran.notes), *self._to_push(ran.error)]
-        self._error = self._named(ran.error)
-        return Ran(self._error, notes, ran.cost)
+        self._error = error = self._named(ran.error)
+        return Ran(error, notes, ran.cost)
 
     def _to_push(self, error: str) -> Iterator[str]:
         """Yield a hint if a rank lacks a variable that the notebook has."""
@@ -291,10 +293,17 @@ class ClusterMagics(Magics):
             raise CellFailed(last.strip()) from None
 
 
-def _parsed(magic: Any, line: str) -> Any:
+def _parsed(magic: Any, line: str, first: Namespace | None = None) -> Any:
     """Parse a magic's arguments, of which some are in quotes: --fault 'slow_rank 3 1.6'."""
     with _usage_errors():
-        return magic.parser.parse_args(shlex.split(line))
+        return magic.parser.parse_args(shlex.split(line), first)
+
+
+def _given(magic: Any, line: str) -> list[str]:
+    """Return the names of the arguments that are in the line, whether or not they are defaults."""
+    nothing = Namespace(**dict.fromkeys(vars(_parsed(magic, ""))))
+    args = _parsed(magic, line, nothing)
+    return [name for name, value in vars(args).items() if value not in (None, [])]
 
 
 @contextlib.contextmanager

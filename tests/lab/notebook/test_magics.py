@@ -257,6 +257,10 @@ def test_what_ranks_print_is_no_html(notebook: Notebook) -> None:
         ("%rank 1", "name ranks and an expression"),
         ("%cluster 8 --fault 'kill", "No closing quotation"),
         ("%cluster --seed 3", "say how many ranks"),
+        ("%cluster --seed 0", "say how many ranks"),  # the default, but given
+        ("%cluster 4 --seed 0 --world gloo", "real processes have no --seed"),
+        ("%cluster --off --seed 0", "--off stands alone"),
+        ("%cluster --why", "no cell has run yet"),
         ("%push nothing", "the notebook has no variable nothing"),
         ("%pull nothing", "ranks 0-3 have no nothing"),
         ("%cluster 4 --fault 'slow_rnak 3 2'", "unknown fault"),
