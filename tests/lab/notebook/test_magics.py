@@ -1,6 +1,7 @@
 """``%cluster``, ``%%ranks`` and their like, in a shell of IPython."""
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -124,6 +125,22 @@ def test_what_has_no_text_is_shown(notebook: Notebook) -> None:
     notebook.run("%%ranks 1\nfrom IPython.display import display")
     notebook.run("%%ranks 1\ndisplay({'text/html': '<b>x</b>'}, raw=True)")
     assert "<b>x</b>" in notebook.html()
+
+
+TABLE = """
+class Table:
+    def __repr__(self): return "as text"
+    def _repr_html_(self): return f"<b>HTML of {rank}</b>"
+"""
+
+
+def test_what_has_text_and_html_is_shown_as_either(notebook: Notebook) -> None:
+    notebook.run(f"%%ranks\nfrom IPython.display import HTML, display\n{TABLE}")
+    for cell in ("display(Table())", "Table()"):
+        assert notebook.run(f"%%ranks 0-1\n{cell}") == "rank 0: as text\nrank 1: as text"
+        assert re.findall("HTML of .|as text", notebook.html()) == ["HTML of 0", "HTML of 1"]
+    notebook.run("%%ranks\ndisplay(HTML('<i>once</i>'))")
+    assert notebook.html().count("<i>once</i>") == 1
 
 
 @pytest.mark.parametrize("png", ["b'\\x89PNG'", "'iVBORw=='"])
@@ -288,6 +305,24 @@ def test_mistakes_are_one_line(notebook: Notebook, cell: str, says: str) -> None
 def test_a_cluster_has_the_options_of_the_simulator(notebook: Notebook) -> None:
     notebook.run("%cluster 2 --cluster p4d --fault 'slow_rank 1 2' --algorithm tree")
     assert "2 simulated ranks of p4d" in notebook.run("%cluster")
+
+
+def test_each_rank_draws_its_own_random_numbers_and_goes_on_in_the_next_cell(
+    notebook: Notebook,
+) -> None:
+    rand = "%%ranks\nimport random\nx = torch.rand(1).item(), random.random()"
+
+    def drawn(begin: str) -> list[object]:
+        notebook.run(begin)
+        notebook.run(rand)
+        in_first_cell = notebook.pulled("x")
+        notebook.run(rand)
+        return [*in_first_cell, *notebook.pulled("x")]
+
+    first = drawn("%cluster 2")
+    assert len({*first}) == 4
+    assert drawn("%cluster 2 --seed 0") == first
+    assert {*drawn("%cluster 2 --seed 1")}.isdisjoint(first)
 
 
 @pytest.mark.parametrize("words", ["laptop 3", "3 laptop", "--cluster laptop --ranks 3"])
