@@ -222,6 +222,18 @@ _RENDEZVOUS: Any = sys.modules["torch.distributed.rendezvous"]
 
 def _patch_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
     """Make every group a simulated one, whichever backend the program asks for."""
+    simulated = {
+        "init_process_group": _joining(undo, host),
+        "new_group": _making(host),
+        "monitored_barrier": _monitored_barrier,  # torch's own needs gloo
+    }
+    for owner in (dist, c10d):
+        for name, function in simulated.items():
+            replace_until(undo, owner, name, function)
+
+
+def _joining(undo: contextlib.ExitStack, host: RankHost) -> Callable[..., None]:
+    """Return ``init_process_group`` for simulated ranks."""
 
     def init_process_group(
         backend: object = None,
@@ -249,6 +261,11 @@ def _patch_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
         host.groups.join(timeout, **asked)
         _share_loss_handlers(undo)
 
+    return init_process_group
+
+
+def _making(host: RankHost) -> Callable[..., Any]:
+    """Return ``new_group`` for simulated ranks."""
     new_group = c10d.new_group
 
     def new_simulated_group(*args: Any, **kwargs: Any) -> Any:
@@ -259,17 +276,15 @@ def _patch_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
             settings.pop("device_id", None)
         return new_group(**{**settings, "backend": None})
 
-    def monitored_barrier(
-        group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
-    ) -> None:
-        if group != dist.GroupMember.NON_GROUP_MEMBER:
-            members: Any = c10d._group_or_default_group(group)
-            members.monitored_barrier(timeout, wait_all_ranks)
+    return new_simulated_group
 
-    for owner in (dist, c10d):
-        replace_until(undo, owner, "init_process_group", init_process_group)
-        replace_until(undo, owner, "new_group", new_simulated_group)
-        replace_until(undo, owner, "monitored_barrier", monitored_barrier)  # torch's own needs gloo
+
+def _monitored_barrier(
+    group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
+) -> None:
+    if group != dist.GroupMember.NON_GROUP_MEMBER:
+        members: Any = c10d._group_or_default_group(group)
+        members.monitored_barrier(timeout, wait_all_ranks)
 
 
 _OF_NEW_GROUP = (
