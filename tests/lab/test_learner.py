@@ -708,7 +708,7 @@ def test_n_continues_only_when_the_task_has_passed(here: CourseFolder) -> None:
     assert watching.task.id == "1.3"
     assert lines[-3:] == ["1.3 has not passed yet; h shows a hint", "", f"h hint  {MENU}"]
     watching, lines = session(here, reporting(0, PASSED), "n")
-    assert watching.task.id == "1.4", "the task after it, although 1.1 has not passed either"
+    assert watching.task.id == "1.4", "next is the task after 1.3, though 1.1 has not passed either"
     assert f"n next  h hint  d diff  {MENU}" in lines
 
 
