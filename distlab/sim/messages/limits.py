@@ -56,8 +56,8 @@ def store_error(keys: list[str], seconds: float) -> DistStoreError:
 def aborted_error() -> RuntimeError:
     """Return the error for an operation that other ranks had yet to join when an error came."""
     return RuntimeError(
-        "aborted: before the other ranks had done their part of this operation, an error ended the "
-        "run of all ranks. Begin the operation again, on all of its ranks"
+        "aborted: an earlier run failed before the other ranks had done their part of this "
+        "operation. Call it again, on all of its ranks"
     )
 
 

@@ -102,7 +102,7 @@ def _peer_ended(still: Standstill, ranks: list[int]) -> Cause:
 def _why_early(still: Standstill, ranks: Sequence[int], ended: Sequence[int]) -> str:
     wait, who = still.blocked[ranks[0]], rank_names(ended)
     if {*ended} <= {*still.history.absent}:
-        return f"Run it on {who} as well, or wait in a later run that has all of them."
+        return ways_out.of_run_on_some(wait, ended)
     if isinstance(wait, Founding):
         return f"{FOUND_TOGETHER}, and {who} returned without doing so."
     if wait.maker:

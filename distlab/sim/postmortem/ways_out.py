@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 
 from distlab.sim.messages.message import Message
-from distlab.sim.messages.pending import ANY_SOURCE
+from distlab.sim.messages.pending import ANY_SOURCE, Pending
 from distlab.sim.postmortem.standstill import Standstill
 from distlab.util.text import counted, rank_names, verb
 
@@ -119,3 +119,27 @@ def of_absence(still: Standstill, missing: Sequence[int], present: int) -> str:
             f"before the {call.name}, or let rank {rank} {answers} after it."
         )
     return ""
+
+
+def of_run_on_some(wait: Pending, absent: Sequence[int]) -> str:
+    """Return advice on a wait for ranks that do not take part in this run of a session."""
+    who, message = rank_names(absent), _first_between(wait, absent)
+    if message is None:
+        return f"Run it on {who} as well, or wait in a later run that has all of them."
+    if message.maker:
+        return f"Let {who} do {verb(absent, 'their', 'its')} part in the same run."
+    peer = who if len(absent) == 1 else f"one of {who}"
+    answer = "send" if message.name == "recv" else "receive"
+    return (
+        f"Let {peer} {answer} in the same run, or call i{message.name}, and wait for it only in a "
+        f"later run, in which {peer} {answer}s."
+    )
+
+
+def _first_between(wait: Pending, peers: Sequence[int]) -> Message | None:
+    """Return the message that peers have to answer: the rank's own, or one ahead of it."""
+    ahead = wait.ahead() if isinstance(wait, Message) else ()
+    for operation in (*ahead, wait):
+        if isinstance(operation, Message) and not {*peers}.isdisjoint(operation.waits_for()):
+            return operation
+    return None

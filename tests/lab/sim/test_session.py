@@ -352,11 +352,45 @@ def test_an_aborted_operation_says_so(session: Session) -> None:
     session.run(begin)
     error = session.run(wait).error
     is_on_gpu = session.options.semantics == "nccl"  # where wait() holds nothing but a stream
-    assert error is None if is_on_gpu else "aborted: before the other ranks" in str(error)
+    assert error is None if is_on_gpu else "aborted: an earlier run failed before" in str(error)
     assert_it_works(session)
 
 
 # Reports, which are about one run
+
+
+def sends(rank: int) -> None:
+    dist.send(torch.ones(1), 1)
+
+
+def receives_from_any(rank: int) -> None:
+    dist.recv(torch.ones(1))
+
+
+def sends_an_object(rank: int) -> None:
+    dist.send_object_list([rank], 1)
+
+
+def sends_behind_another(rank: int) -> None:
+    dist.isend(torch.ones(1), 1)
+    dist.recv(torch.ones(1), 1)
+
+
+@pytest.mark.parametrize(
+    ("program", "advice"),
+    [
+        (sends, "1 receive in the same run, or call isend, and wait .* in which rank 1 receives"),
+        (receives_from_any, "Let one of ranks 1-3 send in the same run, or call irecv"),
+        (sends_an_object, r"Let rank 1 do its part in the same run\.$"),
+        (sends_behind_another, "Let rank 1 receive in the same run, or call isend"),
+        (total, "Run it on ranks 1-3 as well"),
+    ],
+)
+def test_what_to_do_about_ranks_that_are_not_in_the_run(
+    program: Callable[[int], object], advice: str, begin: Begin
+) -> None:
+    session = begin(p2p_order="pair")
+    assert re.search(advice, str(session.run(program, [0]).error))
 
 
 def reports(*programs: Callable[[int], object]) -> list[str]:
