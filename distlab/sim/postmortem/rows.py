@@ -8,6 +8,7 @@ from distlab.sim.messages.pending import ANY_SOURCE, Pending
 from distlab.sim.messages.work import Handles
 from distlab.sim.postmortem.handlers import handler_around
 from distlab.sim.postmortem.standstill import ABSENT, Standstill
+from distlab.sim.postmortem.thread_waits import of_several
 from distlab.sim.reporting.errors import Mismatch
 from distlab.sim.reporting.report import Row, mismatch, place, shorten, table
 from distlab.sim.reporting.sites import Death, Exit, Site
@@ -68,7 +69,7 @@ def _thread(wait: Pending) -> str:
 def _merged_row(rows: Sequence[Row], text: str) -> Row:
     """Merge rows into one with the given text; rows of a single rank keep their own text."""
     ranks = sorted({row.ranks[0] for row in rows})
-    text = text if len(ranks) > 1 else rows[0].text
+    text = of_several(text) if len(ranks) > 1 else rows[0].text
     if len(rows) > len(ranks):
         text += f" ({len(rows)} times)"
     return Row(tuple(ranks), text, rows[0].where)

@@ -1,5 +1,6 @@
 """Sentences about a rank's threads that wait for each other, and about locks held too long."""
 
+import re
 from collections.abc import Iterable, Sequence
 
 from distlab.sim.messages.pending import Pending
@@ -22,11 +23,15 @@ def words(ranks: Sequence[int], wait: ThreadWait) -> str:
     chain = wait.chain()
     links = _circle(chain) or chain[:-3:-1]
     if len(links) == 1 and not wait.waiters[0].name:
-        text = f"{rank_names(ranks)} {verb(ranks, 'wait')} for {wait.awaited.text}"
-        if len(ranks) > 1:
-            text = text.replace("of its own", "of their own").replace(HELD, HELD_BY_EACH)
-        return f"{text}, and no thread of {verb(ranks, 'them', 'it')} can go on"
+        text = of_several(wait.text()) if len(ranks) > 1 else wait.text()
+        return f"{rank_names(ranks)} {text}, and no thread of {verb(ranks, 'them', 'it')} can go on"
     return f"on {rank_names(ranks)} {clauses([_of_thread(link) for link in links])}"
+
+
+def of_several(text: str) -> str:
+    """Return the text of a rank's wait for several ranks: ``wait for a lock of their own``."""
+    text = re.sub("^waits for", "wait for", text)
+    return text.replace("of its own", "of their own").replace(HELD, HELD_BY_EACH)
 
 
 def advice(wait: ThreadWait) -> str:

@@ -10,9 +10,9 @@ import pytest
 from distlab.sim import Deadlock, simulate
 
 
-def report(program: Callable[[], object]) -> str:
+def report(program: Callable[[], object], num_ranks: int = 1) -> str:
     with pytest.raises(Deadlock) as caught:
-        simulate(program, 1)
+        simulate(program, num_ranks)
     return " ".join(str(caught.value).split())
 
 
@@ -82,3 +82,27 @@ SAID: dict[Callable[[], object], tuple[str, ...]] = {
 def test_a_report_says_what_a_thread_waits_for(program: Callable[[], object]) -> None:
     text = report(program)
     assert [phrase for phrase in SAID[program] if phrase not in text] == [], text
+
+
+def waits_for_a_thread_that_waits() -> None:
+    thread = threading.Thread(target=threading.Event().wait, name="saver")
+    thread.start()
+    thread.join()
+
+
+def takes_its_own_lock() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+@pytest.mark.parametrize(
+    ("program", "row"),
+    [
+        (waits_for_a_thread_that_waits, "0-2 wait for the end of thread 'saver' test_awaited.py:"),
+        (waits_for_a_thread_that_waits, "0-2 wait for an event of their own test_awaited.py:"),
+        (takes_its_own_lock, "of their own, which each of them holds itself test_awaited.py:"),
+    ],
+)
+def test_a_row_for_several_ranks_speaks_of_several(program: Callable[[], object], row: str) -> None:
+    assert row in report(program, 3)
