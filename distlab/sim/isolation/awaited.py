@@ -64,9 +64,10 @@ def end_of(thread: Strand) -> Awaited:
 def sleeps(_: Strand) -> Awaited:
     """Describe the wait of a thread that does nothing but sleep."""
     return Awaited(
-        "something, and only sleeps",
-        "No rank will do anything any more: what it looks for between its sleeps, a file, a flag "
-        "or an answer, cannot change.",
+        "something, with only sleeps in between",
+        "No rank will do anything any more. Only a process outside the simulation could still "
+        "change the file, flag or answer that is looked for between the sleeps: wait for that "
+        "process with wait() or join(), because sleeps take only virtual time.",
     )
 
 

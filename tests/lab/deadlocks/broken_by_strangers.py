@@ -495,7 +495,7 @@ def queue_whose_tasks_are_never_done() -> None:
     THREAD,
     (0, 1),
     "On ranks 0 and 1, an except deals with Empty, broken_by_strangers.py:",
-    "what it looks for between its sleeps, a file, a flag or an answer, cannot change.",
+    "change the file, flag or answer that is looked for between the sleeps: wait for that process",
 )
 def looks_for_an_item_that_never_comes() -> None:
     """A rank polls a queue that no thread fills."""

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 
@@ -94,6 +95,18 @@ def takes_its_own_lock() -> None:
     lock = threading.Lock()
     lock.acquire()
     lock.acquire()
+
+
+def sleeps_on_and_on() -> None:
+    while True:
+        time.sleep(1)
+
+
+def test_a_process_may_change_what_ranks_look_for_between_sleeps() -> None:
+    text = report(sleeps_on_and_on, 2)
+    assert "ranks 0 and 1 wait for something, with only sleeps in between, and no thread" in text
+    assert "Only a process outside the simulation could still change the file" in text
+    assert "wait for that process with wait() or join()" in text
 
 
 @pytest.mark.parametrize(
