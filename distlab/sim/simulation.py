@@ -46,6 +46,7 @@ from distlab.sim.postmortem.ending import (
     doing_of_others,
     exit_error,
     first_error,
+    places_of_others,
     rank_error,
     standstill_error,
 )
@@ -287,7 +288,8 @@ class Simulation:
         for failed, error in [*self._raised.items()][:1]:
             then = f"Then {interrupted}"
             return rank_error(failed, self.num_ranks, error, self.places, then)
-        return KeyboardInterrupt(interrupted)
+        others = places_of_others(strand.number, self.scheduler.ranks, self.places)
+        return KeyboardInterrupt("\n\n".join(filter(None, [interrupted, others])))
 
     def end_threads(self) -> None:
         """End the threads that have lived on after the runs."""

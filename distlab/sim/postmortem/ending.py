@@ -24,7 +24,7 @@ from distlab.sim.postmortem.deadlock import explain
 from distlab.sim.postmortem.handlers import exceptions_of, handler_around, raises
 from distlab.sim.postmortem.standstill import History, Standstill
 from distlab.sim.reporting.errors import EXIT, RankError, SimulationError
-from distlab.sim.reporting.report import Row, place, table
+from distlab.sim.reporting.report import Row, place, shorten, table
 from distlab.sim.reporting.sites import PROGRAM, SIMULATOR, Places, Site
 from distlab.util import tracebacks
 
@@ -89,6 +89,7 @@ def _is_passed_on(error: Exception) -> bool:
 
 
 TRACEBACK = "Traceback (most recent call last):\n"
+OTHERS = "The other ranks:"
 LONG = 300  # characters; the traceback does not repeat a longer message
 
 
@@ -183,14 +184,25 @@ def doing_of_others(
     running = [other for other in ranks if other.number not in known and other.ident in frames]
     if lines or any(ranks[number].is_late for number in failed):
         lines += rows.alike(_running(other, places, frames) for other in running)
-    return "\n".join(["The other ranks:", *table(lines)]) if lines else ""
+    return "\n".join([OTHERS, *table(lines)]) if lines else ""
+
+
+def places_of_others(interrupted: int, ranks: Sequence[Rank], places: Places) -> str:
+    """Return where ranks are that an interrupt ends while another one runs; "" if there are none.
+
+    That one runs on meanwhile, so ranks may begin or end waits; their operations are left out.
+    """
+    frames = sys._current_frames()
+    others = [r for r in ranks if r.number != interrupted and not r.has_left and r.ident in frames]
+    lines = rows.alike(_running(other, places, frames) for other in others)
+    return "\n".join([OTHERS, *table(shorten(lines, rows.MAX_ROWS))]) if lines else ""
 
 
 def _running(rank: Rank, places: Places, frames: Mapping[int, FrameType]) -> Row:
     """Return a row for a running rank, with the line that it has reached, if known."""
     site = waits_at(rank, places, frames)
     return (
-        Row((rank.number,), "running", place(site))
+        Row((rank.number,), "running" if rank.waits_in is None else "waiting", place(site))
         if site[0]
         else Row((rank.number,), "not begun", "")
     )

@@ -574,6 +574,28 @@ def test_an_endless_run_can_be_interrupted(
     assert_it_works(session)
 
 
+@pytest.mark.parametrize(
+    ("endless", "others"),
+    [
+        (0, "ranks 1-3  not begun"),
+        (2, r"ranks 0 and 1  \w+ing  test_session.py:\d+ in total\n  rank 3 +not begun"),
+    ],
+)
+def test_an_interrupt_shows_where_the_other_ranks_are(
+    session: Session, endless: int, others: str
+) -> None:
+    def loops(rank: int) -> None:
+        if rank == endless:
+            session.interrupt()
+        while rank == endless:
+            pass
+        total(rank)
+
+    text = rf"rank {endless} was .+ in loops\n\nThe other ranks:\n  {others}"
+    assert re.fullmatch(text, str(session.run(loops).error))
+    assert_it_works(session)
+
+
 def test_an_interrupt_at_the_start_waits_until_all_ranks_run(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -598,7 +620,9 @@ def test_a_rank_that_cannot_be_interrupted_ends_the_session(
         select.select([], [], [], 0.6)  # in C, like a library's own waiting
 
     assert isinstance(interrupted(session, waits_outside).error, KeyboardInterrupt)
-    message = "cannot go on: rank 0 was interrupted at test_session.*Begin new ones"
+    message = (
+        "(?s)cannot go on: rank 0 was interrupted at test_session.*does not end. Begin new ones"
+    )
     with pytest.raises(RuntimeError, match=message):
         session.run(total)
     time.sleep(0.6)  # the thread ends
