@@ -620,9 +620,7 @@ def test_a_rank_that_cannot_be_interrupted_ends_the_session(
         select.select([], [], [], 0.6)  # in C, like a library's own waiting
 
     assert isinstance(interrupted(session, waits_outside).error, KeyboardInterrupt)
-    message = (
-        "(?s)cannot go on: rank 0 was interrupted at test_session.*does not end. Begin new ones"
-    )
+    message = "cannot go on: rank 0 was interrupted at test_session.*Begin new ones"
     with pytest.raises(RuntimeError, match=message):
         session.run(total)
     time.sleep(0.6)  # the thread ends
