@@ -251,8 +251,8 @@ class ClusterMagics(Magics):
             if name := questioned(source):
                 print(*world.ask(ranks[:1], description, name))
                 return
-        self._error = ""
         cell = self._compiled(source)
+        self._error = ""
         outputs = {rank: RankOutput() for rank in ranks}
         with self._ends_named():
             ran = show_while(

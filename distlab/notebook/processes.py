@@ -1,5 +1,6 @@
 """The processes of real ranks: ipyparallel's engines on this machine, one for each rank."""
 
+import contextlib
 import logging
 import signal
 import tempfile
@@ -91,8 +92,10 @@ class Processes:
         if (launcher := self._launchers.get(self._processes[rank].pid)) is None:
             return ""
         launcher._wait_thread.join(REAP_S)  # only one waiting thread is told the exit code
-        code = launcher.process.wait(REAP_S) or 0
-        return signal_name(-code) if code < 0 else ""
+        with contextlib.suppress(psutil.TimeoutExpired):  # other threads of the process still run
+            code = launcher.process.wait(REAP_S) or 0
+            return signal_name(-code) if code < 0 else ""
+        return ""
 
     def signal(self, ranks: Collection[int], number: int) -> None:
         """Send a signal to those of the ranks that are alive."""

@@ -167,9 +167,8 @@ class Session:
     def _alone(self, world: Simulation) -> Iterator[None]:
         """Check that the session can run something now."""
         if world.scheduler.is_lost:
-            lost = str(world.scheduler.interrupted_by).partition("\n")[0]
             raise RuntimeError(
-                f"the ranks cannot go on: {lost}, and does not end. "
+                f"the ranks cannot go on: {world.interrupted}, and does not end. "
                 "Begin new ones: a new Session or, in a notebook, %cluster"
             )
         if not self._running.acquire(blocking=False):

@@ -85,6 +85,7 @@ class Simulation:
         overlap = Overlap(num_ranks, options.overlap_cost) if options.overlap_cost else None
         self.clock = Clock(self.scheduler, self.trace, options.faults, overlap)
         self.devices = self._make_devices(places)
+        self.interrupted = ""  # where the last interrupt has met a rank
         self._told = set[str]()
         self._raised: dict[int, BaseException] = {}  # what ranks raised in this run, in that order
         self.refusals = Refusals(self.clock, self.rank_states, self.exits, self.places)
@@ -284,7 +285,7 @@ class Simulation:
         frame = sys._current_frames().get(strand.ident)
         site = self.places.call_site(frame, strand.ident)[0]
         where = f" at {place(site)}" if site[0] else ""
-        interrupted = f"rank {strand.number} was interrupted{where}"
+        interrupted = self.interrupted = f"rank {strand.number} was interrupted{where}"
         for failed, error in [*self._raised.items()][:1]:
             then = f"Then {interrupted}"
             return rank_error(failed, self.num_ranks, error, self.places, then)

@@ -20,8 +20,14 @@ class Imported:
 
     def now(self) -> Mapping[str, ModuleType]:
         """Return the modules that are in ``sys.modules`` now, by name."""
-        others, now = self._others.get, [*sys.modules.items()]
-        rest = {name: module for name, module in now if others(name) is not module}
+        get, now = self._others.get, [*sys.modules.items()]
+        rest = {name: module for name, module in now if get(name) is not module}
         wanted = {name: module for name, module in rest.items() if self._is_wanted(name, module)}
-        self._others.update((name, rest[name]) for name in rest.keys() - wanted.keys())
+        others = ((name, rest[name]) for name in rest.keys() - wanted.keys())
+        self._others.update((name, module) for name, module in others if _has_file(module))
         return wanted
+
+
+def _has_file(module: ModuleType) -> bool:
+    """Return whether a module has a file; one without may get it later."""
+    return bool(getattr(module, "__dict__", {}).get("__file__"))

@@ -340,6 +340,8 @@ class Scheduler:
                 self._interrupt(strand)
         self.is_lost = True
         STUCK.add(strand.ident)
+        if strand.has_ended:  # meanwhile
+            STUCK.discard(strand.ident)
         self._on_switch = lambda *_: None  # the process is no longer the ranks'
         return False
 
@@ -436,8 +438,8 @@ class Scheduler:
         except BaseException as error:
             strand.has_ended = True
             self.stop(error)
-        STUCK.discard(strand.ident)
         strand.has_ended = True
+        STUCK.discard(strand.ident)
         if self.interrupted_by:
             self.stop(self.interrupted_by)
         for other in strand.waiting:

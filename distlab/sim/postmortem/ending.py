@@ -193,7 +193,7 @@ def places_of_others(interrupted: int, ranks: Sequence[Rank], places: Places) ->
     That one runs on meanwhile, so ranks may begin or end waits; their operations are left out.
     """
     frames = sys._current_frames()
-    others = [r for r in ranks if r.number != interrupted and not r.has_left and r.ident in frames]
+    others = [r for r in ranks if r.number != interrupted and not r.has_ended and r.ident in frames]
     lines = rows.alike(_running(other, places, frames) for other in others)
     return "\n".join([OTHERS, *table(shorten(lines, rows.MAX_ROWS))]) if lines else ""
 

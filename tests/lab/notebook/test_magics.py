@@ -349,6 +349,12 @@ def test_the_options_of_a_command_are_listed(notebook: Notebook) -> None:
     assert len(lines) < 10
 
 
+def test_why_is_about_the_last_cell_that_ran(notebook: Notebook) -> None:
+    notebook.run("%%ranks\n1 / 0")
+    notebook.run("%%ranks\nif")
+    assert "ZeroDivisionError" in notebook.run("%cluster --why")
+
+
 def test_a_session_that_is_lost_says_so_in_one_line(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:

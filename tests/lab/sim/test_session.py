@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from processes import wait_until
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -596,6 +597,19 @@ def test_an_interrupt_shows_where_the_other_ranks_are(
     assert_it_works(session)
 
 
+def test_an_interrupt_says_nothing_of_ranks_that_have_only_threads_left(session: Session) -> None:
+    def loops(rank: int) -> None:
+        if rank == 0:
+            threading.Thread(target=time.sleep, args=(1e9,), daemon=True).start()
+        if rank == 2:
+            time.sleep(1)  # the others have returned by then
+            session.interrupt()
+        while rank == 2:
+            pass
+
+    assert re.fullmatch("rank 2 was interrupted at .+ in loops", str(session.run(loops).error))
+
+
 def test_an_interrupt_at_the_start_waits_until_all_ranks_run(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -623,8 +637,30 @@ def test_a_rank_that_cannot_be_interrupted_ends_the_session(
     message = "cannot go on: rank 0 was interrupted at test_session.*Begin new ones"
     with pytest.raises(RuntimeError, match=message):
         session.run(total)
-    time.sleep(0.6)  # the thread ends
+    wait_until(lambda: not scheduler.STUCK)  # the thread has come back
     assert "RANK" not in os.environ
+
+
+def test_a_rank_that_cannot_be_interrupted_is_named_though_another_has_failed(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "MAX_INTERRUPTS", 5)
+    session = begin()
+
+    def waits_outside(rank: int) -> None:
+        if rank == 1:
+            raise ValueError("not here")
+        try:
+            dist.barrier()
+        finally:
+            if rank == 0:
+                session.interrupt()
+                select.select([], [], [], 0.6)
+
+    session.run(waits_outside)
+    with pytest.raises(RuntimeError, match="cannot go on: rank 0 was interrupted at"):
+        session.run(total)
+    wait_until(lambda: not scheduler.STUCK)
 
 
 def test_a_second_interrupt_leaves_the_world_in_order(session: Session) -> None:
