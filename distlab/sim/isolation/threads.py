@@ -289,13 +289,15 @@ class Threads:
         current, site = self._scheduler.current, self._places.call_site()
         operation = ThreadWait(self._clock, look, site, current)
         start_s, is_in_time = current.clock_s, True
-        while is_in_time and not is_done():
-            waiting.append(current)
-            is_in_time = self._scheduler.block(operation, until_s)
+        try:
+            while is_in_time and not is_done():
+                waiting.append(current)
+                is_in_time = self._scheduler.block(operation, until_s)
+        finally:  # also if the run ends: who is woken then would take it for its next wait's end
+            with contextlib.suppress(ValueError):
+                waiting.remove(current)
         if current.clock_s > start_s:
             self._clock.waited(operation.name, site[0], start_s)
-        with contextlib.suppress(ValueError):
-            waiting.remove(current)
         if not is_in_time:
             self._scheduler.rest()  # a thread that keeps retrying counts as sleeping
         return is_in_time or is_done()

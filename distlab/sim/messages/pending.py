@@ -141,10 +141,11 @@ class Pending:
             return True
         me = self.clock.scheduler.current
         self.waiters = (*self.waiters, me)
-        is_in_time = self.clock.block(self, until_s)
-        if not self.is_done:  # once it is done, it wakes no more strands
-            self.waiters = tuple(other for other in self.waiters if other is not me)
-        return is_in_time
+        try:
+            return self.clock.block(self, until_s)
+        finally:
+            if not self.is_done:  # once it is done, it wakes no more strands
+                self.waiters = tuple(other for other in self.waiters if other is not me)
 
     def late(self, limit_s: float) -> Exception:
         """Return the error for a rank whose own limit has expired."""

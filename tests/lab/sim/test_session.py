@@ -357,6 +357,25 @@ def test_an_aborted_operation_says_so(session: Session) -> None:
     assert_it_works(session)
 
 
+def test_a_thread_for_which_an_earlier_run_waited_ends_no_later_wait(begin: Begin) -> None:
+    def fails(rank: int) -> None:
+        pause = threading.Thread(target=time.sleep, args=(1e-6,))
+        pause.start()
+        if rank == 2:
+            raise ValueError
+        pause.join()
+
+    def waits(rank: int) -> float:
+        y = torch.ones(1)
+        dist.all_reduce(y)
+        return y.item()
+
+    session = begin()
+    for _ in range(2):
+        assert "rank 2 of 4 raised ValueError" in str(session.run(fails).error)
+        assert session.run(waits).results == dict.fromkeys(range(SIZE), SIZE)
+
+
 # Reports, which are about one run
 
 
