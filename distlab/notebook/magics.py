@@ -64,6 +64,7 @@ class ClusterMagics(Magics):
         super().__init__(shell)
         self.world: World | None = None
         self._error: str | None = None  # report on the last cell, None before the first
+        self._is_running = False  # while a cell runs on ranks
         self.is_automatic = False  # whether cells without a magic run on all ranks
         self._checked: dict[str, str] = {}  # the cells that were judged last, by task
 
@@ -110,6 +111,7 @@ class ClusterMagics(Magics):
     @line_magic
     def cluster(self, line: str) -> None:
         """Begin ranks: %cluster 8, or %cluster dgx-h100. Alone, it says what there is."""
+        self._refuse_ranks()
         args, given = _parsed(self.cluster, line), _given(self.cluster, line)
         match given:
             case []:
@@ -133,8 +135,11 @@ class ClusterMagics(Magics):
                 self._begin(args, given)
 
     def _begin(self, args: Any, given: Collection[str]) -> None:
-        with _usage_errors():
-            world = begun(args, given)
+        try:
+            with _usage_errors():
+                world = begun(args, given)
+        except KeyboardInterrupt:
+            raise UsageError("interrupted: no ranks have begun") from None
         had_ranks = self.world is not None  # after a mistyped option, they are still there
         self.close()
         if had_ranks:
@@ -239,9 +244,15 @@ class ClusterMagics(Magics):
             raise CellFailed(self._named(str(error)) or "interrupted") from None
 
     def _world(self) -> World:
+        self._refuse_ranks()
         if self.world is None:
             raise UsageError(NO_RANKS)
         return self.world
+
+    def _refuse_ranks(self) -> None:
+        """Raise an error if the code of a cell on ranks has called a command."""
+        if self._is_running:
+            raise UsageError("ranks run Python alone: give this command in a cell of its own")
 
     def _show(self, source: str, which: str, grouping: str = GROUPINGS[0]) -> None:
         """Run a cell on ranks, and show what comes of it."""
@@ -266,7 +277,11 @@ class ClusterMagics(Magics):
             )
 
     def _run(self, cell: Cell, outputs: Mapping[int, RankOutput]) -> Ran:
-        ran = self._world().run(cell, outputs)
+        world, self._is_running = self._world(), True
+        try:
+            ran = world.run(cell, outputs)
+        finally:
+            self._is_running = False
         notes = [*map(self._named, ran.notes), *self._to_push(ran.error)]
         self._error = error = self._named(ran.error)
         return Ran(error, notes, ran.cost)

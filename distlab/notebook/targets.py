@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from distlab.util.text import rank_names
+from distlab.util.text import rank_names, verb
 
 
 def parse_ranks(text: str, num_ranks: int) -> list[int]:
@@ -17,9 +17,8 @@ def parse_ranks(text: str, num_ranks: int) -> list[int]:
     parts = re.split(r"[,\s]+", text.strip())
     ranks = sorted({rank for part in parts for rank in _range(part, text)})
     if missing := [rank for rank in ranks if rank >= num_ranks]:
-        raise ValueError(
-            f"there is no {rank_names(missing)}: the cluster has {rank_names(range(num_ranks))}"
-        )
+        wrong = f"there {verb(missing, 'are', 'is')} no {rank_names(missing)}"
+        raise ValueError(f"{wrong}: the cluster has {rank_names(range(num_ranks))}")
     return ranks
 
 

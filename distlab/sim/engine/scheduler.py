@@ -43,7 +43,9 @@ MAX_UNWOUND = 100
 INTERRUPT_S = 0.01  # real seconds between two attempts to interrupt a rank
 MAX_INTERRUPTS = 500  # attempts in a row on one rank, which may be in C code
 MAX_SPARED = 200  # attempts that are left out while a rank handles the one before
-STACK_BYTES = 512 * 1024  # the default of 8 MiB would take 8 GiB of addresses for 1,024 ranks
+PAGE_BYTES = 2**12
+STACKS_BYTES = 2**29  # addresses for all ranks' stacks
+STACK_BYTES = 2**19, 2**23  # least and most for a rank; endless recursion needs up to 4 MiB
 
 
 class Stopped(BaseException):
@@ -61,6 +63,12 @@ def _is_cleaning_up(thread: int) -> bool:
     while error is not None and not isinstance(error, Stopped):
         error = error.__context__
     return error is not None
+
+
+def _stack_bytes(num_ranks: int) -> int:
+    """Return the size of a rank's stack: 8 MiB for up to 64 ranks, 512 KiB for 1,024."""
+    least, most = STACK_BYTES
+    return min(most, max(least, STACKS_BYTES // num_ranks // PAGE_BYTES * PAGE_BYTES))
 
 
 class EventSource(Protocol):
@@ -298,7 +306,7 @@ class Scheduler:
             raise failure
 
     def _start(self, body: Callable[[Rank], None]) -> None:
-        usual = threading.stack_size(STACK_BYTES)
+        usual = threading.stack_size(_stack_bytes(len(self.ranks)))
         ranks = [self.ranks[number] for _, number, order in self._ready if not order]
         try:
             for rank in ranks:

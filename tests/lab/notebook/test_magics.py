@@ -15,7 +15,7 @@ from notebooks import Notebook
 from processes import wait_until
 
 from distlab.learner import folder, handout, source
-from distlab.notebook import output
+from distlab.notebook import magics, output
 from distlab.sim.engine import scheduler
 
 
@@ -347,6 +347,33 @@ def test_the_options_of_a_command_are_listed(notebook: Notebook) -> None:
     assert lines[0].startswith("%cluster [--help] [--off] [--why] [--lanes [FILE]]")
     assert lines[-1] == "%cluster? explains them."
     assert len(lines) < 10
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "run_line_magic('cluster', '--off')",
+        "run_line_magic('cluster', '2')",
+        "run_line_magic('rank', '0 1')",
+        "run_cell_magic('ranks', '', 'print(1)')",
+    ],
+)
+def test_ranks_call_no_commands(notebook: Notebook, command: str) -> None:
+    shown = notebook.run(f"%%ranks\nfrom IPython import get_ipython\nget_ipython().{command}")
+    assert "UsageError: ranks run Python alone: give this command in a cell of its own" in shown
+    assert "replaced" not in shown
+    assert notebook.run("%%ranks\n1") == "ranks 0-3: 1"
+
+
+def test_an_interrupted_start_leaves_the_ranks_as_they_are(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(magics, "begun", interrupted)
+    assert "UsageError: interrupted: no ranks have begun" in notebook.run("%cluster 2")
+    assert notebook.run("%%ranks\n1") == "ranks 0-3: 1"
 
 
 def test_why_is_about_the_last_cell_that_ran(notebook: Notebook) -> None:

@@ -100,6 +100,11 @@ SESSIONS = {
         says="deadlock (send/recv cycle)",
     ),
     "endless recursion": on_ranks("def f(): f()\nf()", says="rank 0 of 4 raised RecursionError"),
+    "endless recursion through C code": on_ranks(
+        "class Model:\n    def __getattr__(self, name): return getattr(self.inner, name)\n"
+        "def f(x): return sorted([x], key=f)\nif rank: Model().weight\nf(1)",
+        says="raised RecursionError",
+    ),
     "exception in a thread of a rank": on_ranks(
         "import threading\nt = threading.Thread(target=lambda: 1 / 0)\nt.start()\nt.join()\n"
         "if rank: dist.barrier()",
