@@ -424,9 +424,9 @@ def install(replace: Replace) -> None:
     for name, method in methods.items():
         replace(Tensor, name, method)
     replace(_tensor_str, "_str", _showing(_tensor_str._str))
+    _device_constructors()  # it keeps the functions that it finds first
     for name in ("tensor", "as_tensor"):
         _replace_builtin(replace, name, _moving(getattr(torch, name)))
-    _device_constructors()  # it keeps the functions that it finds first
     for name in _FACTORIES:
         _replace_builtin(replace, name, _numbered(getattr(torch, name)))
     for name in (f"{kind}Tensor" for kind in _KINDS):

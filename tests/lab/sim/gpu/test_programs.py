@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.functional import cross_entropy, mse_loss, relu
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._device import _device_constructors
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from zero_redundancy import ZeroRedundancyOptimizer
@@ -346,6 +347,13 @@ def test_default_device() -> None:
         assert torch.tensor([1.0]).device.type == "cpu"
 
     on_gpu(check)
+
+
+def test_default_devices_hold_after_the_first_world_of_a_process() -> None:
+    _device_constructors.cache_clear()
+    on_gpu(lambda _: None)
+    with torch.device("meta"):
+        assert torch.tensor([1.0]).device.type == "meta"
 
 
 def test_versions_and_properties_of_gpus() -> None:
