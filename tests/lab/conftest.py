@@ -12,7 +12,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # If generating inputs is slow, the machine is to blame, not the code.
-settings.register_profile("any machine", suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("any machine")
 
 
