@@ -139,7 +139,7 @@ class ClusterMagics(Magics):
             with _usage_errors():
                 world = begun(args, given)
         except KeyboardInterrupt:
-            raise UsageError("interrupted: no ranks have begun") from None
+            raise UsageError("interrupted: no new ranks have begun") from None
         had_ranks = self.world is not None  # after a mistyped option, they are still there
         self.close()
         if had_ranks:

@@ -27,7 +27,7 @@ from typing import Any
 
 from distlab.launch.stacks import is_of_program
 from distlab.lessons import COURSE
-from distlab.util.imported import Imported
+from distlab.util.imported import Imported, file_of
 
 _ANNOTATIONS = "__annotate__" if sys.version_info >= (3, 14) else "__annotations__"
 _OF_FUNCTION = ("__code__", "__defaults__", "__kwdefaults__", "__doc__", "__dict__", _ANNOTATIONS)
@@ -100,11 +100,8 @@ def _modules_here() -> Modules:
 
 
 def _is_of_program(name: str, module: ModuleType) -> bool:
-    is_python = (file := file_of(module)).endswith(".py") and name not in (
-        "__main__",
-        "__mp_main__",
-    )
-    return is_python and is_of_program(file)
+    file, is_main = file_of(module), name in ("__main__", "__mp_main__")
+    return file.endswith(".py") and not is_main and is_of_program(file)
 
 
 _of_program = Imported(_is_of_program)
@@ -113,11 +110,6 @@ _of_program = Imported(_is_of_program)
 def _working_folder() -> Iterator[str]:
     with contextlib.suppress(FileNotFoundError):  # a cell may have removed it
         yield f"{os.getcwd()}{os.sep}"
-
-
-def file_of(module: ModuleType) -> str:
-    """Return a module's file, or ""; lazy modules stay lazy."""
-    return getattr(module, "__dict__", {}).get("__file__") or ""
 
 
 def _changes(files: Collection[str]) -> Iterator[tuple[str, int]]:

@@ -24,10 +24,10 @@ class Imported:
         rest = {name: module for name, module in now if get(name) is not module}
         wanted = {name: module for name, module in rest.items() if self._is_wanted(name, module)}
         others = ((name, rest[name]) for name in rest.keys() - wanted.keys())
-        self._others.update((name, module) for name, module in others if _has_file(module))
-        return wanted
+        self._others.update((name, module) for name, module in others if file_of(module))
+        return wanted  # a module without a file may get it later
 
 
-def _has_file(module: ModuleType) -> bool:
-    """Return whether a module has a file; one without may get it later."""
-    return bool(getattr(module, "__dict__", {}).get("__file__"))
+def file_of(module: ModuleType) -> str:
+    """Return a module's file, or ""; lazy modules stay lazy, which ``getattr`` would load."""
+    return getattr(module, "__dict__", {}).get("__file__") or ""

@@ -24,7 +24,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from distlab.sim.isolation.rank_states import MAIN, RankStates
-from distlab.util.imported import Imported
+from distlab.util.imported import Imported, file_of
 
 _bootstrap: Any = importlib._bootstrap  # untyped, because the stubs lack its private names
 _OF_PYTHON = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib"))
@@ -60,12 +60,12 @@ def separate(rank_states: RankStates) -> Iterator[None]:
         sys.modules[MAIN] = main
 
 
-def _is_separate(name: str, module: object) -> bool:
+def _is_separate(name: str, module: ModuleType) -> bool:
     """Return whether a module is the program's, except for its main module."""
-    # Not getattr, which makes lazy modules import others. Some files, as torch.ops's, are no paths.
-    file = getattr(module, "__dict__", {}).get("__file__")
-    is_separate = (file and is_of_program(file) and os.path.isabs(file)) or _is_per_rank(name)
-    return bool(is_separate) and name not in (MAIN, "__mp_main__")
+    file = file_of(module)
+    is_path = os.path.isabs(file)  # that of torch.ops, for one, is none
+    is_separate = (is_path and is_of_program(file)) or _is_per_rank(name)
+    return is_separate and name not in (MAIN, "__mp_main__")
 
 
 _separate = Imported(_is_separate)

@@ -372,7 +372,7 @@ def test_an_interrupted_start_leaves_the_ranks_as_they_are(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(magics, "begun", interrupted)
-    assert "UsageError: interrupted: no ranks have begun" in notebook.run("%cluster 2")
+    assert "UsageError: interrupted: no new ranks have begun" in notebook.run("%cluster 2")
     assert notebook.run("%%ranks\n1") == "ranks 0-3: 1"
 
 
